@@ -1,0 +1,103 @@
+"""One round, and the loop: the only place that knows target and drafter together.
+
+Invariant: after every round the target's cache holds all committed tokens but the last. So a round always feeds
+``[last] + draft``, reading the prompt is the first round (with an empty draft), and plain decoding is a drafter that
+has nothing to propose.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from time import perf_counter
+
+import torch
+from torch import Tensor
+
+from slipstream.drafters.base import DraftSession
+from slipstream.errors import InputError
+from slipstream.models.base import Cache, Model, feed
+from slipstream.sampling import Sampler
+from slipstream.types import Draft, Round, TokenLogprob
+from slipstream.verify import verify
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """The decoding of one request. All of its state is in ``rounds``: abandon that generator and nothing is left.
+
+    ``max_length`` is the length of prompt + output at which the answer ends at the latest; no draft reaches beyond it.
+    """
+
+    target: Model
+    session: DraftSession
+    sampler: Sampler
+    k: int
+    max_length: int
+    rule: str = "token"
+
+    def rounds(self, prompt: Sequence[int], ended: Callable[[int], bool]) -> Iterator[Round]:
+        """Generate until ``ended`` says so.
+
+        Args:
+            prompt: at least one token, fewer than ``max_length``.
+            ended: called once with each new token, in order; True if the answer ends with it.
+        """
+        tokens = list(prompt)
+        cache = self.target.new_cache()
+        done = False
+        while not done:
+            start = perf_counter()
+            draft = self._draft(tokens, cache)
+            drafted_at = perf_counter()
+            new, logits = self._verify(tokens, draft, cache)
+            verified_at = perf_counter()
+            kept: list[int] = []
+            while not done and len(kept) < len(new):
+                kept.append(new[len(kept)])
+                done = ended(kept[-1])
+            tokens += kept
+            cache.truncate(len(tokens) - 1)
+            yield Round(
+                tokens=tuple(kept),
+                num_drafted=len(draft.tokens),
+                num_accepted=min(len(new) - 1, len(kept)),
+                draft_seconds=drafted_at - start,
+                verify_seconds=verified_at - drafted_at,
+                total_seconds=perf_counter() - start,
+                logprobs=self._logprobs(logits, kept),
+            )
+
+    def _draft(self, tokens: Sequence[int], cache: Cache) -> Draft:
+        """Ask for at most k tokens, and for none while the prompt is unread, so that the first token is not delayed."""
+        room = min(self.k, self.max_length - len(tokens) - 1)
+        if room <= 0 or cache.length < len(tokens) - 1:
+            return Draft()
+        draft = self.session.draft(tokens, room)
+        vocab = self.target.vocab_size
+        if len(draft.tokens) > room or not all(0 <= t < vocab for t in draft.tokens):
+            raise InputError(
+                f"{type(self.session).__name__} drafted {draft.tokens}; a draft has at most the {room} tokens asked "
+                f"for, with ids below {vocab}; correct the drafter"
+            )
+        return draft
+
+    def _verify(self, tokens: list[int], draft: Draft, cache: Cache) -> tuple[list[int], Tensor]:
+        """The tokens that this round adds, and the target's logits at each slot, (k+1, V)."""
+        extended = [*tokens, *draft.tokens]
+        logits = feed(self.target, extended[cache.length :], cache, len(draft.tokens) + 1)
+        probs = self.sampler.probs(logits, extended)
+        drafted = torch.tensor(draft.tokens, dtype=torch.long)
+        verdict = verify(probs, drafted, draft.probs, self.sampler.generator, self.rule)
+        return [*draft.tokens[: verdict.num_accepted], verdict.next_token], logits
+
+    def _logprobs(self, logits: Tensor, kept: Sequence[int]) -> tuple[TokenLogprob, ...] | None:
+        count = self.sampler.params.logprobs
+        if count is None:
+            return None
+        scores = torch.log_softmax(logits[: len(kept)].to(torch.promote_types(logits.dtype, torch.float32)), dim=-1)
+        values, ids = scores.topk(min(count, scores.shape[-1]), dim=-1)
+        return tuple(
+            TokenLogprob(token, float(scores[i, token]), tuple(zip(ids[i].tolist(), values[i].tolist(), strict=True)))
+            for i, token in enumerate(kept)
+        )

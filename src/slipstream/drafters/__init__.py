@@ -1,0 +1,34 @@
+"""Drafters: one file each. ``make_drafter`` turns what a user writes into one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from slipstream.drafters.base import Drafter, DraftSession
+from slipstream.drafters.model import ModelDrafter
+from slipstream.drafters.ngram import NgramDrafter
+from slipstream.drafters.nothing import NoDrafter
+from slipstream.errors import InputError
+from slipstream.models.base import Model
+
+__all__ = ["DraftSession", "Drafter", "ModelDrafter", "NgramDrafter", "NoDrafter", "make_drafter"]
+
+
+def make_drafter(draft: Any, target: Model) -> Drafter:
+    """``None``, ``"ngram"``, a drafter, or a model of the target's tokenizer.
+
+    Raises:
+        InputError: anything else.
+    """
+    if draft is None:
+        return NoDrafter()
+    if draft == "ngram":
+        return NgramDrafter()
+    if hasattr(draft, "start"):
+        drafter: Drafter = draft
+        return drafter
+    if hasattr(draft, "forward") and hasattr(draft, "new_cache"):
+        return ModelDrafter(draft, target.vocab_size)
+    raise InputError(
+        f"draft_model={draft!r} is not a drafter; use a model, a path, 'ngram', None, or an object with start()"
+    )

@@ -1,0 +1,35 @@
+"""What a drafter is: something that, shown the tokens so far, proposes the next ones.
+
+A third party adds one by writing these two small classes; nothing else in Slipstream needs to know of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from slipstream.sampling import Sampler
+from slipstream.types import Draft
+
+
+class DraftSession(Protocol):
+    """The drafting of one request."""
+
+    def draft(self, tokens: Sequence[int], k: int) -> Draft:
+        """Propose up to ``k`` >= 1 tokens to follow ``tokens`` (prompt + committed output).
+
+        ``tokens`` differs from the previous call's by what the last round committed, which may be less than what was
+        drafted: a session that keeps state catches up and rolls back by itself. Fewer tokens than ``k``, or none, is
+        always a correct answer. ``Draft.probs`` must be the very distributions that the tokens were drawn from.
+        """
+        ...
+
+
+class Drafter(Protocol):
+    """A source of drafts, shared by all requests."""
+
+    name: str
+
+    def start(self, sampler: Sampler) -> DraftSession:
+        """Begin one request; ``sampler`` turns logits into the request's probabilities and draws from them."""
+        ...

@@ -1,0 +1,97 @@
+"""A smaller language model as drafter."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from slipstream.errors import ModelError
+from slipstream.models.base import Model, feed
+from slipstream.sampling import Sampler
+from slipstream.types import Draft
+
+
+class ModelDrafter:
+    """Drafts with ``model``, whose ids mean the same as the target's as far as both have them.
+
+    Args:
+        model: the draft model.
+        target_vocab_size: V of the target. Ids that only one of the two has are padding: the draft never proposes
+            them (q = 0), so the output stays exact.
+    """
+
+    def __init__(self, model: Model, target_vocab_size: int) -> None:
+        self.name = model.name
+        self.model = model
+        self.target_vocab_size = target_vocab_size
+
+    def start(self, sampler: Sampler) -> ModelSession:
+        """Begin one request."""
+        return ModelSession(self, sampler)
+
+
+class ModelSession:
+    """A cache of the draft model and the tokens that are in it."""
+
+    def __init__(self, drafter: ModelDrafter, sampler: Sampler) -> None:
+        self._model = drafter.model
+        self._vocab = drafter.target_vocab_size
+        self._sampler = sampler
+        self._cache = drafter.model.new_cache()
+        self._fed: list[int] = []
+        self._committed = 0
+        self._suspended = False
+
+    def draft(self, tokens: Sequence[int], k: int) -> Draft:
+        """Draw up to ``k`` tokens, fewer at the draft model's context limit, none after it produced NaN."""
+        if self._model.max_positions is not None:
+            k = min(k, self._model.max_positions - len(tokens) + 1)
+        if self._suspended or k <= 0:
+            return Draft()
+        self._roll_back(tokens)
+        drafted: list[int] = []
+        rows: list[Tensor] = []
+        try:
+            while len(drafted) < k:
+                q = self._next(tokens, drafted)
+                drafted.append(self._sampler.draw(q))
+                rows.append(q)
+                if drafted[-1] in self._sampler.stop_ids:
+                    break  # nothing is ever kept after it
+        except ModelError as error:
+            self._suspended = True
+            warnings.warn(f"drafting with {self._model.name} is suspended for this request: {error}", stacklevel=2)
+        if self._sampler.greedy or not drafted:
+            return Draft(tuple(drafted))
+        return Draft(tuple(drafted), torch.stack(rows))
+
+    def _roll_back(self, tokens: Sequence[int]) -> None:
+        """Keep what agrees with ``tokens``; at least the last of them is left to be fed."""
+        agree = min(self._committed, len(tokens) - 1)
+        limit = min(len(self._fed), len(tokens) - 1)
+        while agree < limit and self._fed[agree] == tokens[agree]:
+            agree += 1
+        del self._fed[agree:]
+        self._cache.truncate(agree)
+        self._committed = len(tokens)
+
+    def _next(self, tokens: Sequence[int], drafted: Sequence[int]) -> Tensor:
+        """q (V,) of the position after ``tokens + drafted``, over the target's ids."""
+        extended = [*tokens, *drafted]
+        new = extended[len(self._fed) :]
+        self._fed.extend(new)
+        # The target may emit an id that is padding in its vocabulary and has no row in the draft's embedding.
+        known = [min(t, self._model.embedding_size - 1) for t in new]
+        logits = feed(self._model, known, self._cache, 1)
+        return self._sampler.probs(_over_target_ids(logits, self._vocab), extended)[0]
+
+
+def _over_target_ids(logits: Tensor, vocab: int) -> Tensor:
+    """Cut or pad (with -inf) the columns of ``logits`` to the target's ids."""
+    own = logits.shape[-1]
+    if own >= vocab:
+        return logits[:, :vocab]
+    return torch.nn.functional.pad(logits, (0, vocab - own), value=float("-inf"))

@@ -1,0 +1,289 @@
+"""A lean decoder for the Llama family: Llama 2 and 3, Mistral, Qwen2, Qwen2.5, Qwen3, SmolLM2.
+
+One sequence at a time, no autograd, no modules. With D = hidden size, H query heads, G key/value heads, d = head size:
+
+    tokens (n) -> x (n, D)
+    each layer:  x += out( attention( rope(norm(q)), rope(norm(k)), v ) )     q (H, n, d); k, v (G, n, d)
+                 x += down( silu(gate(x')) * up(x') )                          x' = rms_norm(x)
+    logits = head( rms_norm(x) )                                               only for the rows that are asked for
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812
+
+from slipstream.models.cache import KeyValueCache
+from slipstream.models.linear import Linear, activation_dtype, make_linear
+
+#: (name in the Hugging Face layout) -> tensor; raises KeyError if there is none.
+Tensors = Callable[[str], Tensor]
+
+_FAMILY = ("llama", "mistral", "qwen2", "qwen3")
+_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+
+
+def unsupported(config: Mapping[str, Any]) -> str | None:
+    """Why this decoder cannot run a checkpoint with this config.json, or None if it can."""
+    if config.get("model_type") not in _FAMILY:
+        return f"model type {config.get('model_type')!r} is not of the Llama family"
+    if config.get("hidden_act", "silu") != "silu":
+        return f"activation {config['hidden_act']!r} is not silu"
+    if _rope_settings(config)["rope_type"] not in _ROPE_TYPES:
+        return f"rope type {_rope_settings(config)['rope_type']!r} is not one of {', '.join(_ROPE_TYPES)}"
+    if "mscale" in _rope_settings(config):
+        return "its yarn settings scale attention in a way of their own (mscale)"
+    if float(config.get("partial_rotary_factor") or 1.0) != 1.0:
+        return "rotary embeddings cover only a part of each head"
+    if config.get("quantization_config"):
+        return "the weights are already quantised"
+    return None
+
+
+@dataclass(frozen=True)
+class _Layer:
+    qkv: Linear
+    out: Linear
+    gate_up: Linear
+    down: Linear
+    attention_norm: Tensor
+    mlp_norm: Tensor
+    query_norm: Tensor | None
+    key_norm: Tensor | None
+    window: int | None
+
+
+@dataclass(frozen=True)
+class _Attended:
+    """What one layer's attention reaches: its part of the cache, by position and within the window."""
+
+    cache: KeyValueCache
+    layer: int
+    rotation: Tensor
+    mask: Tensor | None
+
+
+class LlamaModel:
+    """Weights and the forward pass. All state of a sequence is in its cache.
+
+    Args:
+        config: a config.json that ``unsupported`` has nothing against.
+        tensor: where the weights come from.
+        weights: "fp32", "bf16" (or "fp64", for tests).
+    """
+
+    def __init__(
+        self,
+        config: Mapping[str, Any],
+        tensor: Tensors,
+        *,
+        name: str,
+        weights: str = "fp32",
+        device: torch.device | str = "cpu",
+        eos_token_ids: tuple[int, ...] = (),
+        tokenizer: Any | None = None,
+    ) -> None:
+        self.name = name
+        self.device = torch.device(device)
+        self.weights = weights
+        self.eos_token_ids = eos_token_ids
+        self.tokenizer = tokenizer
+        self.max_positions: int | None = config.get("max_position_embeddings")
+        self.heads = int(config["num_attention_heads"])
+        self.kv_heads = int(config.get("num_key_value_heads") or self.heads)
+        self.head_dim = int(config.get("head_dim") or config["hidden_size"] // self.heads)
+        self._eps = float(config.get("rms_norm_eps", 1e-6))
+        self._dtype = activation_dtype(weights, self.device)
+        self._load(config, tensor)
+        self._rope = _Rope(config, self.head_dim, self._dtype, self.device)
+
+    def new_cache(self) -> KeyValueCache:
+        """An empty cache for one sequence."""
+        return KeyValueCache(len(self._layers), self.kv_heads, self.head_dim, self._dtype, self.device)
+
+    @torch.inference_mode()
+    def forward(self, tokens: Sequence[int], cache: KeyValueCache, num_logits: int) -> Tensor:
+        """Append ``tokens`` to the sequence in ``cache``; logits (num_logits, V) of the last of them."""
+        start, end = cache.length, cache.length + len(tokens)
+        cache.reserve(end)
+        rotation = self._rope.rows(start, end)
+        masks = {window: _mask(start, end, window, self._dtype, self.device) for window in self._windows}
+        x = self._embedding[torch.tensor(tokens, dtype=torch.long, device=self.device)]
+        for index, layer in enumerate(self._layers):
+            normed = self._normed(x, layer.attention_norm)
+            x = x + self._attention(layer, normed, _Attended(cache, index, rotation, masks[layer.window]))
+            gate, up = layer.gate_up(self._normed(x, layer.mlp_norm)).chunk(2, dim=-1)
+            x = x + layer.down(F.silu(gate) * up)
+        cache.length = end
+        return self._head(self._normed(x[len(tokens) - num_logits :], self._norm))
+
+    def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
+        return F.rms_norm(x, weight.shape, weight, self._eps)
+
+    def _attention(self, layer: _Layer, x: Tensor, to: _Attended) -> Tensor:
+        """Self-attention of the rows of ``x`` (n, D) over everything in the cache and themselves."""
+        n = len(x)
+        heads = layer.qkv(x).view(n, self.heads + 2 * self.kv_heads, self.head_dim).transpose(0, 1)
+        q, k, v = heads.split([self.heads, self.kv_heads, self.kv_heads])
+        if layer.query_norm is not None and layer.key_norm is not None:
+            q, k = self._normed(q, layer.query_norm), self._normed(k, layer.key_norm)
+        keys, values = to.cache.append(to.layer, _rotated(k, to.rotation), v)
+        # The queries that share a key/value head are further rows of one product with it.
+        q = _rotated(q, to.rotation).reshape(self.kv_heads, -1, self.head_dim)
+        scores = torch.bmm(q * self.head_dim**-0.5, keys.transpose(1, 2))
+        if to.mask is not None:
+            scores = (scores.view(self.heads, n, -1) + to.mask).view(scores.shape)
+        mixed = torch.bmm(torch.softmax(scores, dim=-1), values)
+        return layer.out(mixed.view(self.heads, n, self.head_dim).transpose(0, 1).reshape(n, -1))
+
+    def _load(self, config: Mapping[str, Any], tensor: Tensors) -> None:
+        def dense(name: str) -> Tensor:
+            return tensor(name).to(self.device, self._dtype)
+
+        def optional(name: str) -> Tensor | None:
+            try:
+                return dense(name)
+            except KeyError:
+                return None
+
+        def fused(prefix: str, *names: str) -> Linear:
+            weight = torch.cat([dense(f"{prefix}.{n}.weight") for n in names])
+            biases = [optional(f"{prefix}.{n}.bias") for n in names]
+            bias = None if biases[0] is None else torch.cat([b for b in biases if b is not None])
+            return make_linear(weight, bias, self.weights)
+
+        windows = _windows(config)
+        self._windows = set(windows)
+        self._layers = [
+            _Layer(
+                qkv=fused(f"model.layers.{i}.self_attn", "q_proj", "k_proj", "v_proj"),
+                out=fused(f"model.layers.{i}.self_attn", "o_proj"),
+                gate_up=fused(f"model.layers.{i}.mlp", "gate_proj", "up_proj"),
+                down=fused(f"model.layers.{i}.mlp", "down_proj"),
+                attention_norm=dense(f"model.layers.{i}.input_layernorm.weight"),
+                mlp_norm=dense(f"model.layers.{i}.post_attention_layernorm.weight"),
+                query_norm=optional(f"model.layers.{i}.self_attn.q_norm.weight"),
+                key_norm=optional(f"model.layers.{i}.self_attn.k_norm.weight"),
+                window=window,
+            )
+            for i, window in enumerate(windows)
+        ]
+        self._norm = dense("model.norm.weight")
+        self._embedding = dense("model.embed_tokens.weight")
+        head = self._embedding if config.get("tie_word_embeddings") else dense("lm_head.weight")
+        self._head = make_linear(head, None, self.weights)
+        self.embedding_size = len(self._embedding)
+        self.vocab_size = len(head)
+
+
+def _windows(config: Mapping[str, Any]) -> list[int | None]:
+    """Each layer's sliding window, None where a layer sees everything."""
+    layers, window = int(config["num_hidden_layers"]), config.get("sliding_window")
+    if config["model_type"] == "llama" or window is None:
+        return [None] * layers
+    if config["model_type"] == "mistral":
+        return [window] * layers
+    if not config.get("use_sliding_window"):
+        return [None] * layers
+    kinds = config.get("layer_types")
+    if kinds is None:
+        first = int(config.get("max_window_layers", layers))
+        return [None if i < first else window for i in range(layers)]
+    return [window if kind == "sliding_attention" else None for kind in kinds]
+
+
+def _mask(start: int, end: int, window: int | None, dtype: torch.dtype, device: torch.device) -> Tensor | None:
+    """What to add to the scores of rows start..end over keys 0..end, (end - start, end); None if nothing is hidden."""
+    if end - start == 1 and (window is None or end <= window):
+        return None
+    rows = torch.arange(start, end, device=device).unsqueeze(1)
+    keys = torch.arange(end, device=device)
+    hidden = keys > rows
+    if window is not None:
+        hidden |= keys <= rows - window
+    return torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, -math.inf)
+
+
+def _rotated(heads: Tensor, rotation: Tensor) -> Tensor:
+    """Rotary embedding of ``heads`` (any, n, d) by ``rotation`` (2, n, d), cosines and signed sines."""
+    half = heads.shape[-1] // 2
+    swapped = torch.cat((heads[..., half:], heads[..., :half]), dim=-1)
+    return heads * rotation[0] + swapped * rotation[1]
+
+
+class _Rope:
+    """The table of cosines and sines by position, grown as positions are asked for."""
+
+    def __init__(self, config: Mapping[str, Any], head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._frequencies, self._scale = _frequencies(config, head_dim)
+        self._dtype = dtype
+        self._device = device
+        self._table = self._make(256)
+
+    def rows(self, start: int, end: int) -> Tensor:
+        """(2, end - start, d): cosines, and sines with the sign that swapping halves needs."""
+        if end > self._table.shape[1]:
+            self._table = self._make(max(end, 2 * self._table.shape[1]))
+        return self._table[:, start:end]
+
+    def _make(self, length: int) -> Tensor:
+        angles = torch.outer(torch.arange(length, dtype=torch.float32), self._frequencies)
+        cos, sin = angles.cos() * self._scale, angles.sin() * self._scale
+        table = torch.stack((torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)))
+        return table.to(self._device, self._dtype)
+
+
+def _rope_settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """One view of what newer configs call rope_parameters and older ones rope_theta with rope_scaling."""
+    given = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    given.setdefault("rope_type", given.pop("type", "default"))
+    if given.get("rope_theta") is None:
+        given["rope_theta"] = config.get("rope_theta") or 10000.0
+    return given
+
+
+def _frequencies(config: Mapping[str, Any], head_dim: int) -> tuple[Tensor, float]:
+    """Radians per position of each pair of channels, (d/2,), and the factor on cosines and sines."""
+    settings = _rope_settings(config)
+    base = float(settings["rope_theta"]) ** -(torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+    kind, factor = settings["rope_type"], float(settings.get("factor") or 1.0)
+    if kind == "linear":
+        return base / factor, 1.0
+    if kind == "llama3":
+        return _llama3_frequencies(base, settings), 1.0
+    if kind == "yarn":
+        return _yarn_frequencies(base, settings, config, head_dim)
+    return base, 1.0
+
+
+def _llama3_frequencies(base: Tensor, settings: Mapping[str, Any]) -> Tensor:
+    """Llama 3.1: long waves are stretched by ``factor``, short ones kept, those between blended."""
+    low, high = float(settings["low_freq_factor"]), float(settings["high_freq_factor"])
+    turns = float(settings["original_max_position_embeddings"]) * base / (2 * math.pi)
+    keep = ((turns - low) / (high - low)).clamp(0, 1)
+    return base * (keep + (1 - keep) / float(settings["factor"]))
+
+
+def _yarn_frequencies(
+    base: Tensor, settings: Mapping[str, Any], config: Mapping[str, Any], head_dim: int
+) -> tuple[Tensor, float]:
+    """YaRN (arXiv 2309.00071): channels that turn often are kept, slow ones stretched, a ramp between."""
+    original = settings.get("original_max_position_embeddings") or config["max_position_embeddings"]
+    factor, theta = float(settings["factor"]), float(settings["rope_theta"])
+
+    def channel(turns: float) -> float:
+        return head_dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    first, last = channel(float(settings.get("beta_fast") or 32)), channel(float(settings.get("beta_slow") or 1))
+    if settings.get("truncate", True):
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, head_dim - 1)
+    stretch = ((torch.arange(head_dim // 2, dtype=torch.float32) - first) / max(last - first, 0.001)).clamp(0, 1)
+    scale = settings.get("attention_factor")
+    return base * (1 - stretch) + base / factor * stretch, float(scale or (0.1 * math.log(factor) + 1.0))

@@ -1,0 +1,210 @@
+"""Logits to probabilities, for target and draft alike, and draws from them.
+
+This is the only place that knows what a temperature or a penalty is. Everything downstream sees distributions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import fields
+
+import torch
+from torch import Tensor
+
+from slipstream.errors import InputError, ModelError
+from slipstream.types import SamplingParams
+from slipstream.verify import sample
+
+#: Up to this many of the likeliest tokens are searched for the nucleus before the whole row is sorted.
+_NUCLEUS_GUESS = 1024
+
+
+class Sampler:
+    """The sampling of one request: its parameters, its prompt's length, its random numbers.
+
+    Args:
+        params: validated parameters.
+        prompt_length: number of leading tokens that are prompt; penalties on the output start after them.
+        stop_ids: ids that end the answer; ``min_new_tokens`` keeps them from being sampled.
+        seed: seeds the request's own generator.
+    """
+
+    def __init__(self, params: SamplingParams, prompt_length: int, stop_ids: Collection[int], seed: int) -> None:
+        self.params = params
+        self.prompt_length = prompt_length
+        self.generator = torch.Generator().manual_seed(seed)
+        self.stop_ids = frozenset(stop_ids)
+        self._rewrites_logits = _rewrites_logits(params)
+
+    @property
+    def greedy(self) -> bool:
+        """Whether every distribution is one-hot."""
+        return self.params.temperature == 0
+
+    def probs(self, logits: Tensor, tokens: Sequence[int]) -> Tensor:
+        """The distributions that tokens are drawn from.
+
+        Args:
+            logits: (n, V); row i belongs to the position after ``tokens[:len(tokens) - n + 1 + i]``.
+            tokens: prompt, committed and drafted tokens, up to the position of the last row.
+
+        Returns:
+            (n, V) in float32, or float64 for float64 logits; one-hot rows at temperature 0.
+
+        Raises:
+            ModelError: a row holds NaN or +inf, or nothing is left to sample from.
+        """
+        logits = self._process(logits, tokens)
+        peaks = logits.amax(dim=-1, keepdim=True)
+        if not bool(torch.isfinite(peaks).all()):
+            raise self._not_samplable(peaks, tokens)
+        if self.greedy:
+            best = logits.argmax(dim=-1, keepdim=True)
+            return torch.zeros_like(logits).scatter_(-1, best, 1)
+        return self._filtered(torch.softmax((logits - peaks) / self.params.temperature, dim=-1))
+
+    def draw(self, probs: Tensor) -> int:
+        """Draw one id from ``probs`` (V,)."""
+        return int(probs.argmax()) if self.greedy else sample(probs, self.generator)
+
+    def _process(self, logits: Tensor, tokens: Sequence[int]) -> Tensor:
+        logits = logits if logits.dtype == torch.float64 else logits.float()
+        if not self._rewrites_logits:
+            return logits
+        first = len(tokens) - len(logits) + 1
+        rows = [self._process_row(row.clone(), tokens[: first + i]) for i, row in enumerate(logits)]
+        return torch.stack(rows)
+
+    def _process_row(self, row: Tensor, tokens: Sequence[int]) -> Tensor:
+        """Apply everything that rewrites logits, in the order that ``SamplingParams`` states, to a row we own."""
+        p = self.params
+        if p.logit_bias:
+            ids = torch.tensor(list(p.logit_bias), device=row.device)
+            row[ids] += torch.tensor(list(p.logit_bias.values()), dtype=row.dtype, device=row.device)
+        if p.repetition_penalty != 1.0:
+            seen = torch.tensor(tokens, device=row.device).unique()
+            scores = row[seen]
+            row[seen] = torch.where(scores > 0, scores / p.repetition_penalty, scores * p.repetition_penalty)
+        output = tokens[self.prompt_length :]
+        if (p.frequency_penalty or p.presence_penalty) and output:
+            ids, counts = torch.tensor(output, device=row.device).unique(return_counts=True)
+            row[ids] -= p.frequency_penalty * counts.to(row.dtype) + p.presence_penalty
+        if p.no_repeat_ngram_size:
+            row[_repeating(tokens, p.no_repeat_ngram_size, row.device)] = -math.inf
+        if self.stop_ids and len(output) < p.min_new_tokens:
+            row[sorted(self.stop_ids)] = -math.inf
+        for processor in p.logits_processors:
+            row = processor(list(tokens), row)
+        return row
+
+    def _filtered(self, probs: Tensor) -> Tensor:
+        """Temperature is in; keep what top_k, top_p and min_p keep, and renormalise."""
+        p, vocab = self.params, probs.shape[-1]
+        if p.top_k and p.top_k < vocab:
+            border = probs.topk(p.top_k, dim=-1).values[:, -1:]
+            probs = _renormalised(probs, probs >= border)
+        if p.top_p < 1:
+            probs = _renormalised(probs, _nucleus(probs, p.top_p))
+        if p.min_p > 0:
+            probs = _renormalised(probs, probs >= p.min_p * probs.amax(dim=-1, keepdim=True))
+        return probs
+
+    def _not_samplable(self, peaks: Tensor, tokens: Sequence[int]) -> ModelError:
+        row = int(torch.isfinite(peaks.squeeze(-1)).logical_not().nonzero()[0])
+        position = len(tokens) - len(peaks) + 1 + row
+        peak = float(peaks[row])
+        if peak == -math.inf:
+            reason = "every token is forbidden (-inf) after logit_bias, penalties and processors; loosen them"
+        else:
+            reason = f"the logits hold {'NaN' if math.isnan(peak) else '+inf'}; check weights and dtype (try fp32)"
+        return ModelError(f"no token can be sampled at position {position} (prompt included): {reason}")
+
+
+def validate(params: SamplingParams, vocab_size: int | None = None) -> None:
+    """Refuse values without a meaning, naming the first one.
+
+    Raises:
+        InputError: one sentence with the parameter, its value and what is allowed.
+    """
+    _check_numbers(params)
+    p = params
+    rules: list[tuple[bool, str, str]] = [
+        (0 <= p.temperature < math.inf, "temperature", "use 0 for greedy or a positive number"),
+        (p.top_k >= 0, "top_k", "use 0 to keep all tokens or a positive number"),
+        (0 < p.top_p <= 1, "top_p", "use a number in (0, 1]"),
+        (0 <= p.min_p <= 1, "min_p", "use a number in [0, 1]"),
+        (0 < p.repetition_penalty < math.inf, "repetition_penalty", "use a positive number; 1 switches it off"),
+        (math.isfinite(p.frequency_penalty), "frequency_penalty", "use a finite number; 0 switches it off"),
+        (math.isfinite(p.presence_penalty), "presence_penalty", "use a finite number; 0 switches it off"),
+        (p.no_repeat_ngram_size >= 0, "no_repeat_ngram_size", "use 0 to switch it off or a positive number"),
+        (p.min_new_tokens >= 0, "min_new_tokens", "use 0 or a positive number"),
+        (p.max_new_tokens >= 0, "max_new_tokens", "use 0 or a positive number"),
+        (p.min_new_tokens <= p.max_new_tokens, "min_new_tokens", f"max_new_tokens is only {p.max_new_tokens}"),
+        (p.n >= 1, "n", "use 1 or more"),
+        (p.n == 1 or p.temperature > 0, "n", "greedy answers are all the same; set a temperature above 0"),
+        (p.logprobs is None or p.logprobs >= 0, "logprobs", "use None or a number of alternatives, 0 or more"),
+        (not isinstance(p.stop, str), "stop", "use a list of strings"),
+        (all(isinstance(s, str) and s for s in p.stop), "stop", "use non-empty strings"),
+        (all(callable(f) for f in p.logits_processors), "logits_processors", "use callables of (tokens, logits row)"),
+        (not any(math.isnan(b) or b == math.inf for b in p.logit_bias.values()), "logit_bias", "use numbers or -inf"),
+    ]
+    for holds, name, advice in rules:
+        if not holds:
+            raise InputError(f"{name}={getattr(params, name)!r} is not usable: {advice}")
+    if vocab_size is not None:
+        for name, ids in (("logit_bias", p.logit_bias), ("stop_token_ids", p.stop_token_ids)):
+            for token in ids:
+                if not 0 <= token < vocab_size:
+                    raise InputError(
+                        f"{name} names token id {token}, but ids go from 0 to {vocab_size - 1}; correct it"
+                    )
+
+
+def _check_numbers(params: SamplingParams) -> None:
+    """A bool, a string or None in place of a number would pass or break the comparisons above in odd ways."""
+    for f in fields(params):
+        value = getattr(params, f.name)
+        wanted = {"int": int, "float": (int, float), "int | None": (int, type(None))}.get(str(f.type))
+        if wanted is not None and (isinstance(value, bool) or not isinstance(value, wanted)):
+            raise InputError(f"{f.name}={value!r} is a {type(value).__name__}; use {f.type}")
+
+
+def _rewrites_logits(p: SamplingParams) -> bool:
+    return bool(
+        p.logit_bias
+        or p.repetition_penalty != 1.0
+        or p.frequency_penalty
+        or p.presence_penalty
+        or p.no_repeat_ngram_size
+        or p.min_new_tokens
+        or p.logits_processors
+    )
+
+
+def _repeating(tokens: Sequence[int], size: int, device: torch.device) -> Tensor:
+    """Ids that would complete an n-gram of ``size`` that already occurs in ``tokens``."""
+    if len(tokens) < size:
+        return torch.empty(0, dtype=torch.long, device=device)
+    windows = torch.tensor(tokens, device=device).unfold(0, size, 1)
+    prefix = windows.new_tensor(list(tokens[len(tokens) - size + 1 :]))
+    return windows[(windows[:, :-1] == prefix).all(dim=1), -1]
+
+
+def _renormalised(probs: Tensor, keep: Tensor) -> Tensor:
+    kept = probs * keep
+    return kept / kept.sum(dim=-1, keepdim=True)
+
+
+def _nucleus(probs: Tensor, top_p: float) -> Tensor:
+    """Mask (n, V) of each row's likeliest tokens up to the one that reaches ``top_p``; of equals, lower ids first."""
+    vocab = probs.shape[-1]
+    likeliest = probs.topk(min(_NUCLEUS_GUESS, vocab), dim=-1).values
+    if likeliest.shape[-1] < vocab and bool((likeliest.sum(dim=-1) < top_p).any()):
+        likeliest = probs.sort(dim=-1, descending=True).values
+    before = likeliest.cumsum(dim=-1) - likeliest
+    kept = (before < top_p).sum(dim=-1, keepdim=True)
+    border = likeliest.gather(-1, kept - 1)
+    above, at = probs > border, probs == border
+    room = kept - above.sum(dim=-1, keepdim=True)
+    return above | (at & (at.cumsum(dim=-1) <= room))

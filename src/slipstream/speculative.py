@@ -1,0 +1,302 @@
+"""``SpeculativeDecoding``, the class a user meets first."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from dataclasses import fields
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from slipstream.decode import Decoder
+from slipstream.drafters import Drafter, ModelDrafter, make_drafter
+from slipstream.errors import InputError
+from slipstream.models.base import Model
+from slipstream.models.load import load_model
+from slipstream.models.vocabulary import check_same_tokenizer
+from slipstream.sampling import Sampler, validate
+from slipstream.stats import count_rounds
+from slipstream.text import Ending, Prompt, encode
+from slipstream.types import Output, Piece, Round, SamplingParams, Stats
+
+
+class SpeculativeDecoding:
+    """Generates from ``target_model``, sooner, by letting a draft propose tokens that the target verifies.
+
+    The answers follow the target's own distribution exactly, whatever the draft is.
+
+    Args:
+        target_model: what ``load_model`` returns, a transformers model as it is, or a path.
+        draft_model: the same, or ``"ngram"``, a drafter object, or None for plain decoding.
+        k: number of draft tokens in a round; 0 decodes plainly.
+        tokenizer: needed only where text goes in or out of a model that came without one.
+        rejection_sampling: None samples if the temperature is above 0; False insists on greedy decoding.
+        rule: accept rule, see ``slipstream.verify``.
+        defaults: fields of ``SamplingParams``, for calls that do not say otherwise.
+
+    Raises:
+        InputError: a model, name or number that cannot be used; one sentence says why.
+    """
+
+    def __init__(
+        self,
+        target_model: Any,
+        draft_model: Any = None,
+        k: int = 4,
+        *,
+        tokenizer: Any | None = None,
+        rejection_sampling: bool | None = None,
+        rule: str = "token",
+        **defaults: Any,
+    ) -> None:
+        if isinstance(k, bool) or not isinstance(k, int) or k < 0:
+            raise InputError(f"k={k!r} is not a number of draft tokens; use 0 (plain decoding) or a positive integer")
+        self.k = k
+        self.rule = rule
+        self.rejection_sampling = rejection_sampling
+        self.defaults = self._checked(_params(None, defaults))
+        self.target = as_model(target_model)
+        validate(self.defaults, self.target.vocab_size)
+        self.tokenizer = tokenizer if tokenizer is not None else self.target.tokenizer
+        self.drafter = self._drafter(draft_model)
+
+    def generate(
+        self,
+        input_ids: Tensor | Sequence[int] | Sequence[Sequence[int]],
+        attention_mask: Tensor | None = None,
+        *,
+        token_type_ids: Tensor | None = None,
+        **overrides: Any,
+    ) -> Tensor:
+        """Prompt ids in, prompt and answer ids out, as transformers' ``generate``.
+
+        Args:
+            input_ids: (batch, prompt) or (prompt,).
+            attention_mask: (batch, prompt), 0 where a row is padding.
+            token_type_ids: ignored; some tokenizers return it beside the other two.
+            overrides: fields of ``SamplingParams``.
+
+        Returns:
+            LongTensor (batch * n, prompt + new), rows padded on the right.
+        """
+        ids = torch.as_tensor(input_ids)
+        if ids.ndim not in (1, 2) or ids.is_floating_point():
+            raise InputError(f"input_ids of shape {tuple(ids.shape)} are not (batch, prompt) token ids")
+        ids = ids.reshape(-1, ids.shape[-1])
+        mask = torch.ones_like(ids) if attention_mask is None else attention_mask.reshape(-1, attention_mask.shape[-1])
+        if mask.shape != ids.shape:
+            raise InputError(f"attention_mask {tuple(mask.shape)} does not fit input_ids {tuple(ids.shape)}")
+        prompts = [row[kept.bool()].tolist() for row, kept in zip(ids, mask, strict=True)]
+        params = self._resolve(None, overrides)
+        outputs = self.complete(prompts, params)
+        new = max(len(o.tokens) for o in outputs) if outputs else 0
+        padded = [[*o.tokens, *[self._pad_id] * (new - len(o.tokens))] for o in outputs]
+        answers = torch.tensor(padded, dtype=torch.long, device=ids.device).reshape(len(outputs), new)
+        return torch.cat((ids.long().repeat_interleave(params.n, dim=0), answers), dim=1)
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None, **overrides: Any) -> Stream:
+        """One answer, round by round.
+
+        Args:
+            prompt: text, token ids or chat messages.
+            params: fields that are given in it win over the constructor's.
+            overrides: fields of ``SamplingParams``; they win over both.
+        """
+        resolved = self._resolve(params, overrides)
+        if resolved.n != 1:
+            raise InputError(f"n={resolved.n} answers cannot be streamed as one; use complete()")
+        return self._start(self._ids(prompt, resolved), resolved, 0)
+
+    def complete(
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | None = None, **overrides: Any
+    ) -> list[Output]:
+        """Whole answers: ``n`` for each prompt, in the prompts' order.
+
+        Args:
+            prompts: one prompt, or a list of prompts, each text, token ids or chat messages.
+            params: fields that are given in it win over the constructor's.
+            overrides: fields of ``SamplingParams``; they win over both.
+        """
+        resolved = self._resolve(params, overrides)
+        ids = [self._ids(p, resolved) for p in _several(prompts)]
+        streams = (self._start(row, resolved, index) for row in ids for index in range(resolved.n))
+        return [stream.finish() for stream in streams]
+
+    def _resolve(self, params: SamplingParams | None, overrides: Mapping[str, Any]) -> SamplingParams:
+        given = _params(params, overrides)
+        resolved = self._checked(given.over(self.defaults))
+        validate(resolved, self.target.vocab_size)
+        if resolved.stop and self.tokenizer is None:
+            raise InputError(f"stop={list(resolved.stop)!r} needs text, but there is no tokenizer; pass tokenizer=")
+        return resolved
+
+    def _checked(self, params: SamplingParams) -> SamplingParams:
+        validate(params)
+        if self.rejection_sampling is False and params.temperature > 0:
+            raise InputError(
+                f"rejection_sampling=False contradicts temperature={params.temperature}: sampling is exact only with "
+                "rejection sampling; set temperature=0 or leave rejection_sampling out"
+            )
+        return params
+
+    def _drafter(self, draft_model: Any) -> Drafter:
+        if (_is_path(draft_model) and draft_model != "ngram") or _is_transformers(draft_model):
+            draft_model = as_model(draft_model)
+        drafter = make_drafter(draft_model, self.target)
+        if isinstance(drafter, ModelDrafter):
+            check_same_tokenizer(self.target, drafter.model)
+        return drafter
+
+    def _ids(self, prompt: Prompt, params: SamplingParams) -> tuple[int, ...]:
+        """The prompt as ids that the target can be fed, checked against its vocabulary and context."""
+        ids = encode(prompt, self.tokenizer)
+        limit = self.target.max_positions
+        if not ids:
+            raise InputError("the prompt is empty; give at least one token")
+        if not all(0 <= t < self.target.embedding_size for t in ids):
+            wrong = next(t for t in ids if not 0 <= t < self.target.embedding_size)
+            raise InputError(
+                f"the prompt holds token id {wrong}, but ids of {self.target.name} go from 0 to "
+                f"{self.target.embedding_size - 1}; encode it with that model's tokenizer"
+            )
+        if limit is not None and len(ids) > limit:
+            raise InputError(
+                f"the prompt has {len(ids)} tokens, but {self.target.name} reads at most {limit}; shorten the prompt"
+            )
+        return ids
+
+    def _start(self, prompt: tuple[int, ...], params: SamplingParams, index: int) -> Stream:
+        limit = len(prompt) + params.max_new_tokens
+        if self.target.max_positions is not None:
+            limit = min(limit, self.target.max_positions)
+        stop_ids = set(params.stop_token_ids) | (set() if params.ignore_eos else set(self.target.eos_token_ids))
+        sampler = Sampler(params, len(prompt), stop_ids, _seed(params.seed, index))
+        ending = Ending(
+            stop_ids=stop_ids,
+            stop=params.stop,
+            min_tokens=params.min_new_tokens,
+            max_tokens=limit - len(prompt),
+            tokenizer=self.tokenizer,
+        )
+        decoder = Decoder(self.target, self.drafter.start(sampler), sampler, self.k, limit, self.rule)
+        return Stream(decoder, ending, prompt, index)
+
+    @property
+    def _pad_id(self) -> int:
+        pad = getattr(self.tokenizer, "pad_token_id", None)
+        if pad is not None:
+            return int(pad)
+        return self.target.eos_token_ids[0] if self.target.eos_token_ids else 0
+
+
+class Stream(Iterator[Piece]):
+    """One answer in the making: iterate for its pieces, then read ``output``.
+
+    It may be closed (or dropped) at any point; the models are free for the next request at once.
+    """
+
+    def __init__(self, decoder: Decoder, ending: Ending, prompt: tuple[int, ...], index: int) -> None:
+        self._prompt = prompt
+        self._index = index
+        self._ending = ending
+        self._decoder = decoder
+        self._wants_logprobs = decoder.sampler.params.logprobs is not None
+        self._rounds: list[Round] = []
+        self._text = ""
+        self._fresh: list[str] = []
+        self._pieces = self._run()
+
+    def __next__(self) -> Piece:
+        return next(self._pieces)
+
+    def close(self) -> None:
+        """End the answer here; ``output`` then holds what there is so far."""
+        self._pieces.close()
+        self._text += self._ending.flush()
+
+    def finish(self) -> Output:
+        """Run to the end."""
+        for _ in self:
+            pass
+        return self.output
+
+    @property
+    def stats(self) -> Stats:
+        """Counts and times so far."""
+        return count_rounds(self._rounds)
+
+    @property
+    def output(self) -> Output:
+        """The answer so far; its ``finish_reason`` is None until it has ended."""
+        rounds = self._rounds
+        logprobs = tuple(entry for r in rounds for entry in r.logprobs or ())
+        return Output(
+            prompt_tokens=self._prompt,
+            tokens=tuple(t for r in rounds for t in r.tokens),
+            text=self._text,
+            finish_reason=self._ending.reason,
+            origins=tuple(o for r in rounds for o in r.origins),
+            logprobs=logprobs if self._wants_logprobs else None,
+            stats=self.stats,
+            index=self._index,
+        )
+
+    def _run(self) -> Generator[Piece, None, None]:
+        if self._ending.reason is not None:
+            return
+        for r in self._decoder.rounds(self._prompt, self._ended):
+            text = "".join(self._fresh)
+            self._fresh.clear()
+            self._text += text
+            self._rounds.append(r)
+            yield Piece(text, r.tokens, r.origins)
+
+    def _ended(self, token: int) -> bool:
+        self._fresh.append(self._ending.push(token))
+        return self._ending.reason is not None
+
+
+def as_model(model: Any) -> Model:
+    """A path, a transformers model or a ``Model``, as a ``Model``."""
+    if _is_path(model):
+        return load_model(model)
+    if _is_transformers(model):
+        from slipstream.models.huggingface import HuggingFaceModel
+
+        return HuggingFaceModel(model)
+    if hasattr(model, "forward") and hasattr(model, "new_cache"):
+        return cast("Model", model)
+    raise InputError(f"{model!r} is not a model; use what load_model returns, a transformers model, or a path")
+
+
+def _is_path(value: Any) -> bool:
+    return isinstance(value, str | os.PathLike)
+
+
+def _is_transformers(value: Any) -> bool:
+    return isinstance(value, torch.nn.Module) and hasattr(value, "config")
+
+
+def _params(params: SamplingParams | None, overrides: Mapping[str, Any]) -> SamplingParams:
+    """``overrides`` on top of ``params``, remembering which fields were given at all."""
+    known = {f.name for f in fields(SamplingParams)}
+    for name in overrides:
+        if name not in known:
+            raise InputError(f"{name!r} is not a sampling parameter; use one of {', '.join(sorted(known))}")
+    return SamplingParams(**{**(params.given() if params is not None else {}), **overrides})
+
+
+def _several(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """A list of prompts from one prompt or several."""
+    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int | Mapping)):
+        return [cast(Prompt, prompts)]
+    return list(cast(Sequence[Prompt], prompts))
+
+
+def _seed(seed: int | None, index: int) -> int:
+    """The seed of a prompt's sample number ``index``; without one, torch's global generator decides."""
+    if seed is None:
+        return int(torch.randint(2**62, ()))
+    return (seed + index * 0x9E3779B97F4A7C15) % 2**63

@@ -1,0 +1,142 @@
+"""Tokens to text, one token at a time, and the rules that end an answer.
+
+Everything here advances token by token, so that it cannot matter how tokens were grouped into rounds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from slipstream.errors import InputError
+from slipstream.types import FinishReason
+
+#: Text, token ids, or chat messages, which the tokenizer's chat template turns into ids.
+Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
+
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+
+
+def encode(prompt: Prompt, tokenizer: Any | None) -> tuple[int, ...]:
+    """A prompt's ids, with special tokens exactly once.
+
+    Raises:
+        InputError: text without a tokenizer, messages without a chat template, or something else altogether.
+    """
+    if isinstance(prompt, str):
+        if tokenizer is None:
+            raise InputError("the prompt is text, but there is no tokenizer; pass tokenizer= or token ids")
+        # Text that a chat template has rendered begins with the BOS token already.
+        bos = getattr(tokenizer, "bos_token", None)
+        rendered = bool(bos) and prompt.startswith(bos)
+        return tuple(tokenizer(prompt, add_special_tokens=not rendered)["input_ids"])
+    items = prompt.tolist() if hasattr(prompt, "tolist") else list(prompt)
+    if items and all(isinstance(m, Mapping) for m in items):
+        if tokenizer is None or getattr(tokenizer, "chat_template", None) is None:
+            raise InputError("the prompt is a list of messages, but there is no chat template; pass text or token ids")
+        ids = tokenizer.apply_chat_template(items, add_generation_prompt=True, tokenize=True, return_dict=False)
+        return tuple(ids)
+    if not all(isinstance(t, int) and not isinstance(t, bool) for t in items):
+        raise InputError(
+            f"the prompt {str(prompt)[:60]!r} is neither text nor token ids nor chat messages; give one of these"
+        )
+    return tuple(items)
+
+
+class Detokenizer:
+    """Decodes a growing list of ids; characters come out once they are complete.
+
+    The pieces, with ``flush()`` last, add up to ``tokenizer.decode(all ids, skip_special_tokens=True)``.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._ids: list[int] = []
+        # ids[_start:_done] is context that has been emitted; decoding it again with what follows keeps the tokenizer's
+        # rules for the first token of a text (a dropped leading space) away from tokens in the middle.
+        self._start = 0
+        self._done = 0
+
+    def push(self, token: int) -> str:
+        """The text that ``token`` completes; empty inside a character."""
+        self._ids.append(token)
+        before, after = self._decode(self._done), self._decode(len(self._ids))
+        if after.endswith(_REPLACEMENT) or len(after) <= len(before):
+            return ""
+        self._start, self._done = self._done, len(self._ids)
+        return after[len(before) :]
+
+    def flush(self) -> str:
+        """The rest, with a replacement character where the ids stop inside a character."""
+        before, after = self._decode(self._done), self._decode(len(self._ids))
+        self._start = self._done = len(self._ids)
+        return after[len(before) :]
+
+    def _decode(self, end: int) -> str:
+        text: str = self._tokenizer.decode(
+            self._ids[self._start : end], skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+        return text
+
+
+class Ending:
+    """Cuts an answer: end-of-sequence ids, stop strings and length, whichever matches first.
+
+    Args:
+        stop_ids: ids that end the answer; such an id stays in the tokens and out of the text.
+        stop: strings that end the answer; the text is cut before them.
+        min_tokens: ``stop`` strings do not count before this many tokens.
+        max_tokens: the answer's length at most.
+        tokenizer: None if text is not wanted; then ``stop`` must be empty.
+    """
+
+    def __init__(
+        self, *, stop_ids: Collection[int], stop: Sequence[str], min_tokens: int, max_tokens: int, tokenizer: Any
+    ) -> None:
+        self._stop_ids = frozenset(stop_ids)
+        self._stop = tuple(stop)
+        self._min_tokens = min_tokens
+        self._max_tokens = max_tokens
+        self._detokenizer = Detokenizer(tokenizer) if tokenizer is not None else None
+        self._count = 0
+        self._held = ""
+        self.reason: FinishReason | None = "length" if max_tokens <= 0 else None
+
+    def push(self, token: int) -> str:
+        """Take the next token; the text it releases. Sets ``reason`` if the answer ends with it."""
+        self._count += 1
+        if token in self._stop_ids:
+            self.reason = "stop"
+            return self.flush()
+        released = self._release(self._detokenizer.push(token)) if self._detokenizer else ""
+        if self.reason is None and self._count >= self._max_tokens:
+            self.reason = "length"
+            released += self.flush()
+        return released
+
+    def flush(self) -> str:
+        """Whatever text is still held back; for the end of an answer that nothing cuts."""
+        rest = self._held + (self._detokenizer.flush() if self._detokenizer else "")
+        self._held = ""
+        return rest
+
+    def _release(self, text: str) -> str:
+        """Add ``text`` to what is held back; let go of what can no longer be part of a stop string."""
+        if not self._stop:
+            return text
+        self._held += text
+        if self._count >= self._min_tokens:
+            found = [at for s in self._stop if (at := self._held.find(s)) >= 0]
+            if found:
+                released, self._held = self._held[: min(found)], ""
+                self.reason = "stop"
+                self._detokenizer = None
+                return released
+        keep = max(_overlap(self._held, s) for s in self._stop)
+        released, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
+        return released
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of ``text`` that is a beginning of ``stop``, short of all of it."""
+    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
