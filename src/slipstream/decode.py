@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from time import perf_counter
 
 import torch
@@ -75,6 +76,9 @@ class Decoder:
             return Draft()
         draft = self.session.draft(tokens, room)
         vocab = self.target.vocab_size
+        if draft.probs is None:
+            # The target may read ids that it cannot emit. With a one-hot q, cutting them off is rejecting them.
+            draft = Draft(tuple(takewhile(lambda t: t < vocab, draft.tokens)))
         if len(draft.tokens) > room or not all(0 <= t < vocab for t in draft.tokens):
             raise InputError(
                 f"{type(self.session).__name__} drafted {draft.tokens}; a draft has at most the {room} tokens asked "
@@ -89,7 +93,11 @@ class Decoder:
         probs = self.sampler.probs(logits, extended)
         drafted = torch.tensor(draft.tokens, dtype=torch.long)
         verdict = verify(probs, drafted, draft.probs, self.sampler.generator, self.rule)
-        return [*draft.tokens[: verdict.num_accepted], verdict.next_token], logits
+        new = [*draft.tokens[: verdict.num_accepted], verdict.next_token]
+        if bool(probs[verdict.num_accepted].isnan().any()):
+            # Behind tokens that stand, so plain decoding would be stuck here too: have the sampler say why.
+            self.sampler.probs(logits[len(new) - 1 : len(new)], [*tokens, *new[:-1]])
+        return new, logits
 
     def _logprobs(self, logits: Tensor, kept: Sequence[int]) -> tuple[TokenLogprob, ...] | None:
         count = self.sampler.params.logprobs

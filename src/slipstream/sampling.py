@@ -6,8 +6,10 @@ This is the only place that knows what a temperature or a penalty is. Everything
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields
+from types import NoneType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +20,18 @@ from slipstream.verify import sample
 
 #: Up to this many of the likeliest tokens are searched for the nucleus before the whole row is sorted.
 _NUCLEUS_GUESS = 1024
+
+#: What a parameter may be an instance of, by its annotation.
+_TYPES: dict[str, tuple[type, ...]] = {
+    "int": (int,),
+    "float": (int, float),
+    "bool": (bool,),
+    "int | None": (int, NoneType),
+    "Mapping[int, float]": (Mapping,),
+    "Sequence[str]": (Collection,),
+    "Sequence[int]": (Collection,),
+    "Sequence[LogitsProcessor]": (Collection,),
+}
 
 
 class Sampler:
@@ -50,23 +64,35 @@ class Sampler:
             tokens: prompt, committed and drafted tokens, up to the position of the last row.
 
         Returns:
-            (n, V) in float32, or float64 for float64 logits; one-hot rows at temperature 0.
+            (n, V) in float32, or float64 for float64 logits; one-hot rows at temperature 0. A row after the first from
+            which nothing can be sampled is NaN: it matters only if the draft tokens before it turn out to stand.
 
         Raises:
-            ModelError: a row holds NaN or +inf, or nothing is left to sample from.
+            ModelError: the first row holds NaN or +inf, or nothing is left in it to sample from.
         """
         logits = self._process(logits, tokens)
         peaks = logits.amax(dim=-1, keepdim=True)
-        if not bool(torch.isfinite(peaks).all()):
-            raise self._not_samplable(peaks, tokens)
-        if self.greedy:
-            best = logits.argmax(dim=-1, keepdim=True)
-            return torch.zeros_like(logits).scatter_(-1, best, 1)
-        return self._filtered(torch.softmax((logits - peaks) / self.params.temperature, dim=-1))
+        unusable = ~torch.isfinite(peaks)
+        if not bool(unusable.any()):
+            return self._distributions(logits, peaks)
+        if bool(unusable[0]):
+            raise self._not_samplable(float(peaks[0]), len(tokens) - len(logits) + 1)
+        logits, peaks = logits.masked_fill(unusable, 0), peaks.masked_fill(unusable, 0)
+        return self._distributions(logits, peaks).masked_fill(unusable, math.nan)
 
     def draw(self, probs: Tensor) -> int:
         """Draw one id from ``probs`` (V,)."""
         return int(probs.argmax()) if self.greedy else sample(probs, self.generator)
+
+    def _distributions(self, logits: Tensor, peaks: Tensor) -> Tensor:
+        """Logits (n, V) with their largest values (n, 1), all finite, to probabilities."""
+        if self.greedy:
+            best = logits.argmax(dim=-1, keepdim=True)
+            return torch.zeros_like(logits).scatter_(-1, best, 1)
+        # A temperature that is 0 or infinite in the logits' type would make NaN.
+        limits = torch.finfo(logits.dtype)
+        temperature = min(max(self.params.temperature, limits.tiny), limits.max)
+        return self._filtered(torch.softmax((logits - peaks) / temperature, dim=-1))
 
     def _process(self, logits: Tensor, tokens: Sequence[int]) -> Tensor:
         logits = logits if logits.dtype == torch.float64 else logits.float()
@@ -83,7 +109,7 @@ class Sampler:
             ids = torch.tensor(list(p.logit_bias), device=row.device)
             row[ids] += torch.tensor(list(p.logit_bias.values()), dtype=row.dtype, device=row.device)
         if p.repetition_penalty != 1.0:
-            seen = torch.tensor(tokens, device=row.device).unique()
+            seen = _emittable(torch.tensor(tokens, device=row.device), row).unique()
             scores = row[seen]
             row[seen] = torch.where(scores > 0, scores / p.repetition_penalty, scores * p.repetition_penalty)
         output = tokens[self.prompt_length :]
@@ -91,9 +117,9 @@ class Sampler:
             ids, counts = torch.tensor(output, device=row.device).unique(return_counts=True)
             row[ids] -= p.frequency_penalty * counts.to(row.dtype) + p.presence_penalty
         if p.no_repeat_ngram_size:
-            row[_repeating(tokens, p.no_repeat_ngram_size, row.device)] = -math.inf
+            row[_emittable(_repeating(tokens, p.no_repeat_ngram_size, row.device), row)] = -math.inf
         if self.stop_ids and len(output) < p.min_new_tokens:
-            row[sorted(self.stop_ids)] = -math.inf
+            row[_emittable(torch.tensor(sorted(self.stop_ids), device=row.device), row)] = -math.inf
         for processor in p.logits_processors:
             row = processor(list(tokens), row)
         return row
@@ -110,10 +136,7 @@ class Sampler:
             probs = _renormalised(probs, probs >= p.min_p * probs.amax(dim=-1, keepdim=True))
         return probs
 
-    def _not_samplable(self, peaks: Tensor, tokens: Sequence[int]) -> ModelError:
-        row = int(torch.isfinite(peaks.squeeze(-1)).logical_not().nonzero()[0])
-        position = len(tokens) - len(peaks) + 1 + row
-        peak = float(peaks[row])
+    def _not_samplable(self, peak: float, position: int) -> ModelError:
         if peak == -math.inf:
             reason = "every token is forbidden (-inf) after logit_bias, penalties and processors; loosen them"
         else:
@@ -127,7 +150,7 @@ def validate(params: SamplingParams, vocab_size: int | None = None) -> None:
     Raises:
         InputError: one sentence with the parameter, its value and what is allowed.
     """
-    _check_numbers(params)
+    _check_types(params)
     p = params
     rules: list[tuple[bool, str, str]] = [
         (0 <= p.temperature < math.inf, "temperature", "use 0 for greedy or a positive number"),
@@ -146,8 +169,10 @@ def validate(params: SamplingParams, vocab_size: int | None = None) -> None:
         (p.logprobs is None or p.logprobs >= 0, "logprobs", "use None or a number of alternatives, 0 or more"),
         (not isinstance(p.stop, str), "stop", "use a list of strings"),
         (all(isinstance(s, str) and s for s in p.stop), "stop", "use non-empty strings"),
+        (all(_is_id(t) for t in p.stop_token_ids), "stop_token_ids", "use a list of token ids"),
         (all(callable(f) for f in p.logits_processors), "logits_processors", "use callables of (tokens, logits row)"),
-        (not any(math.isnan(b) or b == math.inf for b in p.logit_bias.values()), "logit_bias", "use numbers or -inf"),
+        (all(map(_is_id, p.logit_bias)), "logit_bias", "use token ids as its keys"),
+        (all(map(_is_bias, p.logit_bias.values())), "logit_bias", "use numbers or -inf"),
     ]
     for holds, name, advice in rules:
         if not holds:
@@ -161,13 +186,25 @@ def validate(params: SamplingParams, vocab_size: int | None = None) -> None:
                     )
 
 
-def _check_numbers(params: SamplingParams) -> None:
-    """A bool, a string or None in place of a number would pass or break the comparisons above in odd ways."""
+def _check_types(params: SamplingParams) -> None:
+    """A bool, a string or None in place of a number or list would pass or break the rules above in odd ways."""
     for f in fields(params):
-        value = getattr(params, f.name)
-        wanted = {"int": int, "float": (int, float), "int | None": (int, type(None))}.get(str(f.type))
-        if wanted is not None and (isinstance(value, bool) or not isinstance(value, wanted)):
+        value, kinds = getattr(params, f.name), _TYPES[str(f.type)]
+        if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
             raise InputError(f"{f.name}={value!r} is a {type(value).__name__}; use {f.type}")
+
+
+def _is_id(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_bias(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value < math.inf
+
+
+def _emittable(ids: Tensor, row: Tensor) -> Tensor:
+    """Those of ``ids`` that ``row`` has: a model may read ids that it cannot emit, and -1 may stand for none."""
+    return ids[(ids >= 0) & (ids < len(row))]
 
 
 def _rewrites_logits(p: SamplingParams) -> bool:
@@ -203,7 +240,7 @@ def _nucleus(probs: Tensor, top_p: float) -> Tensor:
     if likeliest.shape[-1] < vocab and bool((likeliest.sum(dim=-1) < top_p).any()):
         likeliest = probs.sort(dim=-1, descending=True).values
     before = likeliest.cumsum(dim=-1) - likeliest
-    kept = (before < top_p).sum(dim=-1, keepdim=True)
+    kept = (before < top_p).sum(dim=-1, keepdim=True).clamp(min=1)
     border = likeliest.gather(-1, kept - 1)
     above, at = probs > border, probs == border
     room = kept - above.sum(dim=-1, keepdim=True)

@@ -51,7 +51,7 @@ class SpeculativeDecoding:
         rule: str = "token",
         **defaults: Any,
     ) -> None:
-        if isinstance(k, bool) or not isinstance(k, int) or k < 0:
+        if type(k) is not int or k < 0:
             raise InputError(f"k={k!r} is not a number of draft tokens; use 0 (plain decoding) or a positive integer")
         self.k = k
         self.rule = rule

@@ -28,9 +28,10 @@ def encode(prompt: Prompt, tokenizer: Any | None) -> tuple[int, ...]:
             raise InputError("the prompt is text, but there is no tokenizer; pass tokenizer= or token ids")
         # Text that a chat template has rendered begins with the BOS token already.
         bos = getattr(tokenizer, "bos_token", None)
-        rendered = bool(bos) and prompt.startswith(bos)
+        rendered = prompt.startswith(bos) if bos else False
         return tuple(tokenizer(prompt, add_special_tokens=not rendered)["input_ids"])
-    items = prompt.tolist() if hasattr(prompt, "tolist") else list(prompt)
+    given = prompt.tolist() if hasattr(prompt, "tolist") else prompt
+    items: list[Any] = list(given) if isinstance(given, Sequence) and not isinstance(given, bytes) else [None]
     if items and all(isinstance(m, Mapping) for m in items):
         if tokenizer is None or getattr(tokenizer, "chat_template", None) is None:
             raise InputError("the prompt is a list of messages, but there is no chat template; pass text or token ids")

@@ -132,9 +132,10 @@ class Round:
     @property
     def origins(self) -> tuple[Origin, ...]:
         """Where each of ``tokens`` came from."""
+        accepted: Origin = "accepted"
         last: Origin = "bonus" if self.num_accepted == self.num_drafted else "corrected"
         rest = len(self.tokens) - self.num_accepted
-        return ("accepted",) * self.num_accepted + (last,) * rest
+        return (accepted,) * self.num_accepted + (last,) * rest
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,10 @@ One sequence at a time, no autograd, no modules. With D = hidden size, H query h
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
 from slipstream.models.cache import KeyValueCache
-from slipstream.models.linear import Linear, activation_dtype, make_linear
+from slipstream.models.linear import Linear, activation_dtype, embedding_dtype, make_linear
 
 #: (name in the Hugging Face layout) -> tensor; raises KeyError if there is none.
 Tensors = Callable[[str], Tensor]
@@ -75,7 +76,7 @@ class LlamaModel:
     Args:
         config: a config.json that ``unsupported`` has nothing against.
         tensor: where the weights come from.
-        weights: "fp32", "bf16" (or "fp64", for tests).
+        weights: a name that ``linear.activation_dtype`` accepts.
     """
 
     def __init__(
@@ -103,6 +104,22 @@ class LlamaModel:
         self._load(config, tensor)
         self._rope = _Rope(config, self.head_dim, self._dtype, self.device)
 
+    def quick(self) -> LlamaModel:
+        """The same weights with the cheapest arithmetic there is for them: for drafting."""
+        view = copy.copy(self)
+        view._layers = [
+            replace(
+                layer,
+                qkv=layer.qkv.quick(),
+                out=layer.out.quick(),
+                gate_up=layer.gate_up.quick(),
+                down=layer.down.quick(),
+            )
+            for layer in self._layers
+        ]
+        view._head = self._head.quick()
+        return view
+
     def new_cache(self) -> KeyValueCache:
         """An empty cache for one sequence."""
         return KeyValueCache(len(self._layers), self.kv_heads, self.head_dim, self._dtype, self.device)
@@ -114,7 +131,7 @@ class LlamaModel:
         cache.reserve(end)
         rotation = self._rope.rows(start, end)
         masks = {window: _mask(start, end, window, self._dtype, self.device) for window in self._windows}
-        x = self._embedding[torch.tensor(tokens, dtype=torch.long, device=self.device)]
+        x = self._embedding[torch.tensor(tokens, dtype=torch.long, device=self.device)].to(self._dtype)
         for index, layer in enumerate(self._layers):
             normed = self._normed(x, layer.attention_norm)
             x = x + self._attention(layer, normed, _Attended(cache, index, rotation, masks[layer.window]))
@@ -130,12 +147,14 @@ class LlamaModel:
         """Self-attention of the rows of ``x`` (n, D) over everything in the cache and themselves."""
         n = len(x)
         heads = layer.qkv(x).view(n, self.heads + 2 * self.kv_heads, self.head_dim).transpose(0, 1)
-        q, k, v = heads.split([self.heads, self.kv_heads, self.kv_heads])
+        turning, v = heads[: self.heads + self.kv_heads], heads[self.heads + self.kv_heads :]
         if layer.query_norm is not None and layer.key_norm is not None:
-            q, k = self._normed(q, layer.query_norm), self._normed(k, layer.key_norm)
-        keys, values = to.cache.append(to.layer, _rotated(k, to.rotation), v)
+            q, k = turning[: self.heads], turning[self.heads :]
+            turning = torch.cat((self._normed(q, layer.query_norm), self._normed(k, layer.key_norm)))
+        turned = _rotated(turning, to.rotation)
+        keys, values = to.cache.append(to.layer, turned[self.heads :], v)
         # The queries that share a key/value head are further rows of one product with it.
-        q = _rotated(q, to.rotation).reshape(self.kv_heads, -1, self.head_dim)
+        q = turned[: self.heads].reshape(self.kv_heads, -1, self.head_dim)
         scores = torch.bmm(q * self.head_dim**-0.5, keys.transpose(1, 2))
         if to.mask is not None:
             scores = (scores.view(self.heads, n, -1) + to.mask).view(scores.shape)
@@ -175,10 +194,11 @@ class LlamaModel:
             for i, window in enumerate(windows)
         ]
         self._norm = dense("model.norm.weight")
-        self._embedding = dense("model.embed_tokens.weight")
-        head = self._embedding if config.get("tie_word_embeddings") else dense("lm_head.weight")
+        embedding = dense("model.embed_tokens.weight")
+        head = embedding if config.get("tie_word_embeddings") else dense("lm_head.weight")
         self._head = make_linear(head, None, self.weights)
-        self.embedding_size = len(self._embedding)
+        self._embedding = embedding.to(embedding_dtype(self.weights))
+        self.embedding_size = len(embedding)
         self.vocab_size = len(head)
 
 

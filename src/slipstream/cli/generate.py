@@ -1,0 +1,56 @@
+"""``slipstream generate``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from slipstream.cli.options import model_options, output_options, sampling_options, sampling_params
+from slipstream.cli.prompt import Prompt, read_prompt
+from slipstream.cli.screen import note
+
+_EXAMPLES = """\b
+Examples:
+  slipstream generate smollm2-135m --chat --prompt "Write a haiku about rivers."
+  slipstream generate path/to/target --draft path/to/draft -k 5 --prompt-file question.txt --compare
+  cat report.txt | slipstream generate model.gguf --chat --system "Summarise." --json | tail -1
+
+The answer goes to stdout, figures go to stderr. On a terminal each token is coloured by where it came from.
+"""
+
+
+@click.command("generate", epilog=_EXAMPLES)
+@click.argument("model")
+@click.argument("source", required=False, metavar="[-]")
+@click.option("--draft", default="ngram", metavar="DRAFT", help="A model, ngram (default: copies from the text), none.")
+@click.option("-k", "k", type=int, default=4, metavar="K", help="Draft tokens in a round (default: 4).")
+@click.option("--prompt", "-p", metavar="TEXT", help="The prompt.")
+@click.option("--prompt-file", "-f", metavar="FILE", help="Read the prompt from FILE; - is stdin.")
+@click.option("--chat", is_flag=True, help="The prompt is a message: apply the model's chat template.")
+@click.option("--system", metavar="TEXT", help="A system message to go before it (implies --chat).")
+@sampling_options
+@click.option("--compare", is_flag=True, help="Answer plainly too, first, and compare speed and answers.")
+@model_options
+@output_options
+def command(**options: Any) -> int:
+    """Answer a prompt with MODEL, sooner, by verifying the guesses of a draft.
+
+    MODEL and DRAFT are a name from `slipstream models`, a checkpoint folder, a .gguf file, or a hub id. Without
+    --prompt or --prompt-file the prompt is read from stdin.
+    """
+    text = read_prompt(options.pop("prompt"), options.pop("prompt_file"), options.pop("source"))
+    system = options.pop("system")
+    chat = options.pop("chat") or system is not None
+    params = sampling_params(options)
+
+    from slipstream.cli.run import Task, run
+
+    names = Task.__dataclass_fields__.keys() & options.keys()
+    task = Task(prompt=Prompt(text, chat, system), params=params, **{name: options[name] for name in names})
+    code = run(task)
+    if not task.compare and not task.plain:
+        note("\nNext: add --compare to see what the draft gains, or try other -k.")
+    elif task.compare:
+        note("\nNext: try other -k and other drafts; `slipstream models` lists what is here.")
+    return code

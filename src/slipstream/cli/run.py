@@ -1,0 +1,192 @@
+"""What ``generate`` and ``demo`` do: check, load, answer (twice to compare), report."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+import click
+
+from slipstream.cli import memory
+from slipstream.cli.prompt import Prompt
+from slipstream.cli.screen import Screen, console, is_terminal, legend
+from slipstream.errors import InputError
+
+if TYPE_CHECKING:
+    from slipstream.cli.answer import Answer
+    from slipstream.cli.report import Report
+    from slipstream.models.base import Model
+    from slipstream.types import SamplingParams
+
+INTERRUPTED = 130
+
+
+@dataclass(frozen=True)
+class Task:
+    """One call of ``generate``, as the user put it."""
+
+    model: str
+    prompt: Prompt
+    params: SamplingParams
+    draft: str = "ngram"
+    k: int = 4
+    weights: str = "auto"
+    draft_weights: str = "auto"
+    device: str = "cpu"
+    threads: int | None = None
+    compare: bool = False
+    as_json: bool = False
+    no_color: bool = False
+    svg: str | None = None
+
+    @property
+    def plain(self) -> bool:
+        """Whether nothing is drafted."""
+        return self.draft == "none" or self.k == 0
+
+    @property
+    def drafts_by_model(self) -> bool:
+        """Whether ``draft`` is a model to load."""
+        return not self.plain and self.draft != "ngram"
+
+
+def run(task: Task) -> int:
+    """Do it; the exit code.
+
+    Raises:
+        InputError: before anything is loaded if it can be known by then.
+    """
+    check(task)
+    if task.threads is not None:
+        import torch
+
+        torch.set_num_threads(task.threads)
+    models = _load_both(task)
+    ids = task.prompt.ids(models.target.tokenizer, task.model)
+    _check_fits(ids, models.target)
+    report = _answers(task, models, ids)
+    _show(report, task)
+    return INTERRUPTED if report.interrupted else 0
+
+
+def check(task: Task) -> None:
+    """Refuse what cannot work, before anything is loaded."""
+    if task.k < 0:
+        raise InputError(f"-k {task.k} is no number of draft tokens; use 0 (plain decoding) or more")
+    if task.compare and task.plain:
+        raise InputError("--compare needs a draft; give --draft ngram or a model, and -k 1 or more")
+    if task.threads is not None and task.threads < 1:
+        raise InputError(f"--threads {task.threads} is no number of threads; use 1 or more")
+    if task.svg is not None and not Path(task.svg).resolve().parent.is_dir():
+        raise InputError(f"--svg {task.svg!r} is in a folder that does not exist; make the folder first")
+    if task.svg is not None and Path(task.svg).is_dir():
+        raise InputError(f"--svg {task.svg!r} is a folder; give the path of a file")
+
+
+def _check_fits(ids: list[int], target: Model) -> None:
+    limit = target.max_positions
+    if limit is not None and len(ids) > limit:
+        raise InputError(f"the prompt has {len(ids)} tokens, but {target.name} reads at most {limit}; shorten it")
+
+
+@dataclass(frozen=True)
+class Models:
+    """What takes part, ready to run."""
+
+    target: Model
+    draft: Model | str | None
+    draft_bytes: int
+    """Memory that the draft's weights occupy; plain decoding would not need it."""
+
+
+def _load_both(task: Task) -> Models:
+    """The draft first: it is the smaller one, so a mistake in either shows early."""
+    draft: Model | str | None = None if task.plain else task.draft
+    draft_bytes = 0
+    if task.drafts_by_model:
+        before = memory.used_bytes(task.device)
+        draft = _load(task, task.draft, task.draft_weights)
+        draft_bytes = max(0, memory.used_bytes(task.device) - before)
+    return Models(_load(task, task.model, task.weights), draft, draft_bytes)
+
+
+def _load(task: Task, model: str, weights: str) -> Model:
+    from slipstream.models.load import load_model
+
+    with _loading(task, model):
+        return load_model(model, weights=weights, device=task.device)
+
+
+@contextmanager
+def _loading(task: Task, model: str) -> Iterator[None]:
+    if not is_terminal(sys.stderr):
+        yield
+        return
+    with console(sys.stderr, task.no_color).status(f"Loading {model}"):
+        yield
+
+
+def _answers(task: Task, models: Models, ids: list[int]) -> Report:
+    """Plain first if it is to be compared, then as asked."""
+    from slipstream.cli.answer import answer, warm_up
+    from slipstream.cli.report import Report
+    from slipstream.speculative import SpeculativeDecoding
+
+    greedy = task.params.temperature == 0
+    stream = _answer_stream(task)
+    spec = SpeculativeDecoding(target_model=models.target, draft_model=models.draft, k=task.k)
+    plain: Answer | None = None
+    if task.compare:
+        plainly = SpeculativeDecoding(target_model=models.target, draft_model=None)
+        warm_up(plainly, ids, task.params)
+        warm_up(spec, ids, task.params)
+        click.echo("-- plain", err=True)
+        plain = answer(plainly, ids, task.params, Screen(stream, task.no_color, by_origin=False))
+        if plain.peak_memory is not None:
+            plain = replace(plain, peak_memory=plain.peak_memory - models.draft_bytes)
+        if plain.interrupted:
+            return Report(task.model, None, 0, greedy, plain)
+        click.echo(f"-- speculative, draft: {task.draft}, k = {task.k}", err=True)
+    screen = Screen(stream, task.no_color, by_origin=not task.plain)
+    fast = answer(spec, ids, task.params, screen)
+    report = Report(task.model, None if task.plain else task.draft, 0 if task.plain else task.k, greedy, fast, plain)
+    if screen.coloured and stream is not None:
+        console(stream, task.no_color).print("\n", legend(report.origins), sep="")
+    return report
+
+
+def _answer_stream(task: Task) -> TextIO | None:
+    """With ``--json`` stdout is the document's; the answer then streams to stderr if somebody watches."""
+    if not task.as_json:
+        return sys.stdout
+    return sys.stderr if is_terminal(sys.stderr) else None
+
+
+def _show(report: Report, task: Task) -> None:
+    from slipstream.cli.report import document, save_svg, sentence, table
+
+    err = console(sys.stderr, task.no_color)
+    err.print()
+    err.print(table(report))
+    if said := sentence(report):
+        err.print(f"\n{said}")
+    if report.interrupted:
+        err.print("\nInterrupted; the figures are of what came so far.")
+    if task.svg is not None:
+        save_svg(report, Path(task.svg))
+        err.print(f"\nSaved {task.svg}.")
+    if task.as_json:
+        settings: dict[str, Any] = {
+            "weights": task.weights,
+            "draft_weights": task.draft_weights if task.drafts_by_model else None,
+            "device": task.device,
+            "threads": task.threads,
+            "sampling": {k: v for k, v in asdict(task.params).items() if k != "logits_processors"},
+        }
+        sys.stdout.write(json.dumps(document(report, **settings)) + "\n")
+        sys.stdout.flush()
