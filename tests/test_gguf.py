@@ -124,7 +124,7 @@ def test_unknown_tensor_is_a_key_error(tmp_path: Path) -> None:
 def test_missing_tensor_is_named(tmp_path: Path) -> None:
     """A file made for fewer layers than it states; the decoder's KeyError would not say of which file."""
     path = write_gguf(tmp_path / "m.gguf", metadata={"llama.block_count": 3})
-    with pytest.raises(InputError, match="blk.2.attn_q.weight") as caught:
+    with pytest.raises(InputError, match=r"blk\.2\.attn_q") as caught:
         load_model(path)
     assert str(path) in str(caught.value)
 
@@ -504,15 +504,21 @@ def test_export_leaves_no_half_written_folder(tmp_path: Path, monkeypatch: pytes
 @pytest.mark.real_weights
 def test_smollm2_from_gguf_equals_its_folder(smollm2: Path) -> None:
     """The real file: the folder holds its weights rounded to bfloat16, and the same tokenizer."""
+    from safetensors import safe_open
+    from transformers import AutoTokenizer
+
     path = registry.cache_folder() / "smollm2-135m.gguf"
     if not path.is_file():
         pytest.skip("the cache holds SmolLM2-135M as a folder only")
-    from_file, from_folder = load_model(path, weights="bf16"), load_model(smollm2, weights="bf16")
-    prompt = "def main():\n    print('The quick brown fox, 12345 times')"
-    assert from_file.tokenizer is not None
-    assert from_folder.tokenizer is not None
-    ids = from_file.tokenizer(prompt)["input_ids"]
-    assert from_folder.tokenizer(prompt)["input_ids"] == ids
-    assert from_file.tokenizer.decode(ids) == prompt
-    logits = [model.forward(ids, model.new_cache(), len(ids)) for model in (from_file, from_folder)]
-    assert torch.equal(logits[0], logits[1])
+    opened = GGUFFile(path)
+    with safe_open(smollm2 / "model.safetensors", framework="pt") as folder:
+        assert set(opened.tensor_names()) == set(folder.keys())
+        for name in opened.tensor_names():
+            assert torch.equal(opened.tensor(name).bfloat16(), folder.get_tensor(name)), name
+    read, saved = opened.tokenizer(), AutoTokenizer.from_pretrained(smollm2)
+    assert read is not None
+    for text in (*TEXTS, "def main():\n    print('The quick brown fox, 12345 times')"):
+        ids = read(text)["input_ids"]
+        assert saved(text)["input_ids"] == ids
+        assert read.decode(ids) == text
+    assert set(opened.eos_token_ids()) >= {saved.eos_token_id}

@@ -20,6 +20,7 @@ from slipstream.sampling import Sampler, validate
 from slipstream.stats import count_rounds
 from slipstream.text import Ending, Prompt, encode
 from slipstream.types import Output, Piece, Round, SamplingParams, Stats
+from slipstream.verify import check_rule
 
 
 class SpeculativeDecoding:
@@ -53,6 +54,7 @@ class SpeculativeDecoding:
     ) -> None:
         if type(k) is not int or k < 0:
             raise InputError(f"k={k!r} is not a number of draft tokens; use 0 (plain decoding) or a positive integer")
+        check_rule(rule)
         self.k = k
         self.rule = rule
         self.rejection_sampling = rejection_sampling
@@ -65,7 +67,7 @@ class SpeculativeDecoding:
     def generate(
         self,
         input_ids: Tensor | Sequence[int] | Sequence[Sequence[int]],
-        attention_mask: Tensor | None = None,
+        attention_mask: Tensor | Sequence[int] | Sequence[Sequence[int]] | None = None,
         *,
         token_type_ids: Tensor | None = None,
         **overrides: Any,
@@ -84,8 +86,8 @@ class SpeculativeDecoding:
         ids = torch.as_tensor(input_ids)
         if ids.ndim not in (1, 2) or ids.is_floating_point():
             raise InputError(f"input_ids of shape {tuple(ids.shape)} are not (batch, prompt) token ids")
-        ids = ids.reshape(-1, ids.shape[-1])
-        mask = torch.ones_like(ids) if attention_mask is None else attention_mask.reshape(-1, attention_mask.shape[-1])
+        ids = torch.atleast_2d(ids)
+        mask = torch.ones_like(ids) if attention_mask is None else torch.atleast_2d(torch.as_tensor(attention_mask))
         if mask.shape != ids.shape:
             raise InputError(f"attention_mask {tuple(mask.shape)} does not fit input_ids {tuple(ids.shape)}")
         prompts = [row[kept.bool()].tolist() for row, kept in zip(ids, mask, strict=True)]
@@ -172,7 +174,7 @@ class SpeculativeDecoding:
         if self.target.max_positions is not None:
             limit = min(limit, self.target.max_positions)
         stop_ids = set(params.stop_token_ids) | (set() if params.ignore_eos else set(self.target.eos_token_ids))
-        sampler = Sampler(params, len(prompt), stop_ids, _seed(params.seed, index))
+        sampler = Sampler(params, len(prompt), stop_ids, _seed(params, index))
         ending = Ending(
             stop_ids=stop_ids,
             stop=params.stop,
@@ -290,13 +292,14 @@ def _params(params: SamplingParams | None, overrides: Mapping[str, Any]) -> Samp
 
 def _several(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """A list of prompts from one prompt or several."""
+    prompts = prompts.tolist() if hasattr(prompts, "tolist") else prompts
     if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int | Mapping)):
         return [cast(Prompt, prompts)]
     return list(cast(Sequence[Prompt], prompts))
 
 
-def _seed(seed: int | None, index: int) -> int:
+def _seed(params: SamplingParams, index: int) -> int:
     """The seed of a prompt's sample number ``index``; without one, torch's global generator decides."""
-    if seed is None:
-        return int(torch.randint(2**62, ()))
-    return (seed + index * 0x9E3779B97F4A7C15) % 2**63
+    if params.seed is not None:
+        return (params.seed + index * 0x9E3779B97F4A7C15) % 2**63
+    return int(torch.randint(2**62, ())) if params.temperature > 0 else 0

@@ -39,7 +39,8 @@ def verify(
         InputError: shapes that do not fit together, or an unknown rule.
     """
     drafted = torch.as_tensor(draft_tokens, dtype=torch.long, device=target_probs.device)
-    _check(target_probs, drafted, draft_probs, rule)
+    check_rule(rule)
+    _check(target_probs, drafted, draft_probs)
     # 1. Accept each token with probability min(1, P/q), until the first rejection.
     accept = accept_probs(target_probs, drafted, draft_probs)
     num_accepted = _count_accepted(accept, generator)
@@ -48,6 +49,12 @@ def verify(
     if num_accepted < len(drafted):
         row = residual(row, _one_hot(drafted[num_accepted], row) if draft_probs is None else draft_probs[num_accepted])
     return Verdict(num_accepted, sample(row, generator))
+
+
+def check_rule(rule: str) -> None:
+    """Raise InputError if there is no accept rule of this name."""
+    if rule != "token":
+        raise InputError(f"rule {rule!r} is not known; use 'token'")
 
 
 def accept_probs(target_probs: Tensor, draft_tokens: Tensor, draft_probs: Tensor | None) -> Tensor:
@@ -96,9 +103,7 @@ def _device(generator: torch.Generator | None, fallback: Tensor) -> torch.device
     return generator.device if generator is not None else fallback.device
 
 
-def _check(target_probs: Tensor, draft_tokens: Tensor, draft_probs: Tensor | None, rule: str) -> None:
-    if rule != "token":
-        raise InputError(f"rule {rule!r} is not known; use 'token'")
+def _check(target_probs: Tensor, draft_tokens: Tensor, draft_probs: Tensor | None) -> None:
     if target_probs.ndim != 2 or draft_tokens.ndim != 1 or len(target_probs) != len(draft_tokens) + 1:
         raise InputError(
             f"target_probs must have one row more than there are draft tokens; got {tuple(target_probs.shape)} "

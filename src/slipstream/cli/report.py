@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from slipstream.types import Origin
 
 _NONE = "-"
-_SVG_WIDTH = 100
+_SVG_WIDTHS = (72, 100)
 # Every machine has one of these fonts, so the picture fetches none.
 _SVG = """<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img">
 <style>
@@ -33,7 +33,7 @@ _SVG = """<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}"
 {chrome}
 <g transform="translate({terminal_x} {terminal_y})" clip-path="url(#{unique_id}-clip)">
 {backgrounds}
-<g class="{unique_id}-matrix">{matrix}</g>
+<g class="{unique_id}-matrix" xml:space="preserve">{matrix}</g>
 </g>
 </svg>
 """
@@ -178,11 +178,14 @@ def save_svg(report: Report, path: Path) -> None:
     """A picture of the coloured answer, the legend, and the table."""
     from rich.console import Console
 
+    answer = styled(report.fast.parts)
+    narrowest, widest = _SVG_WIDTHS
+    width = min(max(narrowest, *(line.cell_len for line in answer.split())), widest)
     recorder = Console(
-        file=io.StringIO(), record=True, width=_SVG_WIDTH, force_terminal=True, color_system="truecolor",
+        file=io.StringIO(), record=True, width=width, force_terminal=True, color_system="truecolor",
         highlight=False, legacy_windows=False,
     )  # fmt: skip
-    recorder.print(styled(report.fast.parts))
+    recorder.print(answer)
     recorder.print()
     recorder.print(legend(report.origins))
     recorder.print()

@@ -20,7 +20,7 @@ else:
 
 #: Blue and orange stay apart for every kind of colour blindness, and the attributes tell them apart without colours.
 STYLES = {"accepted": "#2f8fd0", "corrected": "underline #d86a00", "bonus": "bold"}
-LEGEND = {"accepted": "accepted from the draft", "corrected": "corrected by the target", "bonus": "bonus of the target"}
+LEGEND = {"accepted": "accepted from the draft", "corrected": "corrected", "bonus": "bonus"}
 
 # A model may write control characters; on a terminal they would be obeyed.
 _VISIBLE = {c: 0x2400 + c for c in range(32) if chr(c) not in "\n\t"} | {0x7F: 0x2421}
