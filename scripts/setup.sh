@@ -36,5 +36,5 @@ fi
 echo "Setting up $venv with $("$python" -V) (once; a minute or two, mostly PyTorch)" >&2
 rm -f "$stamp"
 "$python" -m venv "$venv"
-"$venv/bin/python" -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+"$venv/bin/python" -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[dev]'
 echo "$key" >"$stamp"

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 
-# Before anything imports transformers, which reads these once.
+# Before anything imports transformers or torch, which read these once.
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TRANSFORMERS_OFFLINE"] = "1"
 os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+# The models of most tests are so small that threads cost more than they bring.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from collections.abc import Callable
 from pathlib import Path

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2
 
 from slipstream import InputError, load_model
 from slipstream.models.base import PREFILL_CHUNK, feed
-from slipstream.models.llama import LlamaModel, unsupported
+from slipstream.models.llama import LlamaModel, _Rope, unsupported
 
 SIZES: dict[str, Any] = {
     "vocab_size": 80,
@@ -109,10 +109,10 @@ def error(got: Tensor, expected: Tensor) -> float:
 
 
 @pytest.fixture(scope="module", params=ARCHITECTURES)
-def pair(request: pytest.FixtureRequest) -> Iterator[tuple[LlamaModel, Tensor]]:
+def pair(request: pytest.FixtureRequest) -> tuple[LlamaModel, Tensor]:
     """Our model, and transformers' logits of TOKENS."""
     reference = theirs(request.param)
-    yield ours(reference), logits_of(reference, TOKENS)
+    return ours(reference), logits_of(reference, TOKENS)
 
 
 # --- one pass, several passes, and back -------------------------------------------------------------------------------
@@ -278,6 +278,64 @@ def test_older_spellings_of_a_config() -> None:
     config |= {"rope_theta": 10000.0, "rope_scaling": {"type": "linear", "factor": 4.0}}
     model = LlamaModel(config, reference.state_dict().__getitem__, name="tiny")
     assert error(model.forward(TOKENS, model.new_cache(), 48), logits_of(reference, TOKENS)) < 1e-5
+
+
+REAL_ROPES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "Llama 2 7B": (LlamaConfig, {"head_dim": 128}),
+    "Llama 3 8B": (LlamaConfig, {"head_dim": 128, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}),
+    "Llama 3.1 8B": (
+        LlamaConfig,
+        {
+            "head_dim": 128,
+            "rope_parameters": {**LLAMA3, "rope_theta": 5e5, "original_max_position_embeddings": 8192},
+        },
+    ),
+    "Llama 3.2 1B": (
+        LlamaConfig,
+        {
+            "head_dim": 64,
+            "rope_parameters": {**LLAMA3, "rope_theta": 5e5, "factor": 32.0, "original_max_position_embeddings": 8192},
+        },
+    ),
+    "SmolLM2": (LlamaConfig, {"head_dim": 64, "rope_parameters": {"rope_type": "default", "rope_theta": 1e5}}),
+    "Mistral 7B": (MistralConfig, {"head_dim": 128, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
+    "Qwen 2.5": (Qwen2Config, {"hidden_size": 512, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
+    "Qwen 2.5, long": (
+        Qwen2Config,
+        {
+            "hidden_size": 512,
+            "rope_parameters": {**YARN, "rope_theta": 1e6, "original_max_position_embeddings": 32768},
+        },
+    ),
+    "yarn by 10": (
+        LlamaConfig,
+        {"head_dim": 96, "rope_parameters": {**YARN, "factor": 10.0, "original_max_position_embeddings": 4096}},
+    ),
+    "linear by 3": (
+        LlamaConfig,
+        {"head_dim": 80, "rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 3.0}},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REAL_ROPES)
+def test_rotations_of_real_models_at_far_positions(name: str) -> None:
+    """A frequency that is off in its last bit turns a key by a wrong 1e-3 at position 16,000; short tests miss it."""
+    kind, settings = REAL_ROPES[name]
+    config = kind(**{**SIZES, "num_attention_heads": 4, "max_position_embeddings": 131072, **settings})
+    with torch.device("meta"):
+        rotary_class = type(AutoModelForCausalLM.from_config(config).model.rotary_emb)
+    positions = torch.tensor([[0, 1, 255, 256, 4095, 16_000, 131_071]])
+    cos, sin = rotary_class(config)(torch.zeros(1), positions)
+    values = config.to_dict()
+    head_dim = values.get("head_dim") or values["hidden_size"] // values["num_attention_heads"]
+    rope = _Rope(values, head_dim, torch.float32, torch.device("cpu"))
+    for column, position in enumerate(positions[0].tolist()):
+        table = rope.rows(position, position + 1)
+        half = head_dim // 2
+        assert torch.allclose(table[0, 0], cos[0, column], rtol=0, atol=1e-6)
+        assert torch.allclose(table[1, 0, half:], sin[0, column, half:], rtol=0, atol=1e-6)
+        assert torch.allclose(table[1, 0, :half], -sin[0, column, :half], rtol=0, atol=1e-6)
 
 
 # --- other types ------------------------------------------------------------------------------------------------------

@@ -218,6 +218,13 @@ def test_ties() -> None:
     assert probs(logits, temperature=0.0)[0].tolist() == [0, 1, 0, 0, 0, 0]
 
 
+def test_a_nucleus_ends_where_it_reaches_top_p() -> None:
+    """One token too many was kept where the sum hits top_p exactly."""
+    for top_p, kept in [(0.25, 1), (0.5, 2), (0.51, 3), (0.75, 3)]:
+        row = probs(torch.zeros(1, 4, dtype=torch.float64), top_p=top_p)[0]
+        assert row.tolist() == [1 / kept] * kept + [0] * (4 - kept)
+
+
 def test_a_greedy_tie_is_one_token() -> None:
     row = probs(torch.tensor([[1.0, 3.0, 3.0, 3.0]]), temperature=0.0)[0]
     assert row.tolist() == [0, 1, 0, 0]

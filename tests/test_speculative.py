@@ -174,6 +174,11 @@ def test_generate_almost_nothing(new: int) -> None:
     [
         (torch.tensor([[1.0, 2.0]]), None, "input_ids"),
         (torch.tensor(3), None, "input_ids"),
+        ([[1, 2], [3]], None, "input_ids"),
+        ({"input_ids": [[1, 2]]}, None, "input_ids"),
+        ("the cat", None, "input_ids"),
+        (None, None, "input_ids"),
+        ([[1, 2]], [[1], [1, 1]], "attention_mask"),
         (torch.zeros(1, 2, 3, dtype=torch.long), None, "input_ids"),
         (torch.tensor([[1, 2]]), torch.ones(1, 3), "attention_mask"),
         (torch.tensor([[1, 2]]), torch.ones(2, 2), "attention_mask"),
@@ -427,6 +432,17 @@ def test_a_chat_template_applies_once(target: Any) -> None:
     a, b = spec.complete([chat, rendered])
     assert a.prompt_tokens == b.prompt_tokens
     assert a.prompt_tokens.count(target.tokenizer.bos_token_id) == 1
+
+
+@pytest.mark.parametrize("prompt", [b"the cat", {"input_ids": [1, 2]}, {"role": "user", "content": "the cat"}, 5, None])
+def test_what_is_no_prompt_is_refused(target: Any, prompt: Any) -> None:
+    """Of what a tokenizer returns, the names of its fields were taken for prompts and answered."""
+    spec = SpeculativeDecoding(target, "ngram", max_new_tokens=2)
+    for call in (spec.complete, spec.stream, lambda given: spec.complete(["the cat", given])):
+        with pytest.raises(InputError, match="neither"):
+            call(prompt)
+    with pytest.raises(InputError, match="neither"):
+        spec.complete(target.tokenizer(["the cat"]))
 
 
 @pytest.mark.parametrize("prompt", ["", []])

@@ -83,11 +83,15 @@ class SpeculativeDecoding:
         Returns:
             LongTensor (batch * n, prompt + new), rows padded on the right.
         """
-        ids = torch.as_tensor(input_ids)
+        ids = _tensor("input_ids", input_ids)
         if ids.ndim not in (1, 2) or ids.is_floating_point():
             raise InputError(f"input_ids of shape {tuple(ids.shape)} are not (batch, prompt) token ids")
         ids = torch.atleast_2d(ids)
-        mask = torch.ones_like(ids) if attention_mask is None else torch.atleast_2d(torch.as_tensor(attention_mask))
+        mask = (
+            torch.ones_like(ids)
+            if attention_mask is None
+            else torch.atleast_2d(_tensor("attention_mask", attention_mask))
+        )
         if mask.shape != ids.shape:
             raise InputError(f"attention_mask {tuple(mask.shape)} does not fit input_ids {tuple(ids.shape)}")
         prompts = [row[kept.bool()].tolist() for row, kept in zip(ids, mask, strict=True)]
@@ -290,12 +294,21 @@ def _params(params: SamplingParams | None, overrides: Mapping[str, Any]) -> Samp
     return SamplingParams(**{**(params.given() if params is not None else {}), **overrides})
 
 
+def _tensor(name: str, given: Any) -> Tensor:
+    try:
+        return torch.as_tensor(given)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise InputError(f"{name} cannot be used as a tensor ({error}); pad short rows, or use complete()") from error
+
+
 def _several(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """A list of prompts from one prompt or several."""
-    prompts = prompts.tolist() if hasattr(prompts, "tolist") else prompts
-    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int | Mapping)):
-        return [cast(Prompt, prompts)]
-    return list(cast(Sequence[Prompt], prompts))
+    given = prompts.tolist() if hasattr(prompts, "tolist") else prompts
+    if isinstance(given, str | bytes) or not isinstance(given, Sequence):
+        return [cast(Prompt, given)]
+    if given and isinstance(given[0], int | Mapping):
+        return [cast(Prompt, given)]
+    return list(cast(Sequence[Prompt], given))
 
 
 def _seed(params: SamplingParams, index: int) -> int:

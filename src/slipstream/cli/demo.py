@@ -17,12 +17,12 @@ PARAMS: dict[str, Any] = {"max_new_tokens": 256}
 _EXAMPLES = """\b
 Examples:
   slipstream demo
-  slipstream demo -k 8 --svg answer.svg
+  slipstream demo -k 4 --svg answer.svg
 """
 
 
 @click.command("demo", epilog=_EXAMPLES)
-@click.option("-k", "k", type=int, default=4, metavar="K", help="Draft tokens in a round (default: 4).")
+@click.option("-k", "k", type=int, default=8, metavar="K", help="Draft tokens in a round (default: 8).")
 @click.option("--threads", type=int, metavar="N", help="CPU threads (default: PyTorch's choice).")
 @output_options
 def command(**options: Any) -> int:

@@ -91,7 +91,7 @@ def table(report: Report) -> Table:
     if report.plain is not None:
         answers.insert(0, report.plain)
         shown.add_column("plain", justify="right")
-    shown.add_column(f"draft: {report.draft}" if report.draft else "plain", justify="right")
+    shown.add_column(f"draft: {Path(report.draft).name}" if report.draft else "plain", justify="right")
     for label, cell in _rows(report):
         shown.add_row(label, *(cell(a) for a in answers))
     return shown

@@ -269,29 +269,33 @@ def _rope_settings(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _frequencies(config: Mapping[str, Any], head_dim: int) -> tuple[Tensor, float]:
-    """Radians per position of each pair of channels, (d/2,), and the factor on cosines and sines."""
+    """Radians per position of each pair of channels, (d/2,), and the factor on cosines and sines.
+
+    In float32, and operation by operation as transformers computes them: far into a text, the last bit shows.
+    """
     settings = _rope_settings(config)
-    base = float(settings["rope_theta"]) ** -(torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+    lengths = float(settings["rope_theta"]) ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+    base = 1.0 / lengths
     kind, factor = settings["rope_type"], float(settings.get("factor") or 1.0)
     if kind == "linear":
         return base / factor, 1.0
     if kind == "llama3":
         return _llama3_frequencies(base, settings), 1.0
     if kind == "yarn":
-        return _yarn_frequencies(base, settings, config, head_dim)
+        return _yarn_frequencies(lengths, settings, config, head_dim)
     return base, 1.0
 
 
 def _llama3_frequencies(base: Tensor, settings: Mapping[str, Any]) -> Tensor:
     """Llama 3.1: long waves are stretched by ``factor``, short ones kept, those between blended."""
     low, high = float(settings["low_freq_factor"]), float(settings["high_freq_factor"])
-    turns = float(settings["original_max_position_embeddings"]) * base / (2 * math.pi)
+    turns = float(settings["original_max_position_embeddings"]) / (2 * math.pi / base)
     keep = ((turns - low) / (high - low)).clamp(0, 1)
-    return base * (keep + (1 - keep) / float(settings["factor"]))
+    return (1 - keep) * base / float(settings["factor"]) + keep * base
 
 
 def _yarn_frequencies(
-    base: Tensor, settings: Mapping[str, Any], config: Mapping[str, Any], head_dim: int
+    lengths: Tensor, settings: Mapping[str, Any], config: Mapping[str, Any], head_dim: int
 ) -> tuple[Tensor, float]:
     """YaRN (arXiv 2309.00071): channels that turn often are kept, slow ones stretched, a ramp between."""
     original = settings.get("original_max_position_embeddings") or config["max_position_embeddings"]
@@ -304,6 +308,8 @@ def _yarn_frequencies(
     if settings.get("truncate", True):
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, head_dim - 1)
-    stretch = ((torch.arange(head_dim // 2, dtype=torch.float32) - first) / max(last - first, 0.001)).clamp(0, 1)
+    ramp = (torch.arange(head_dim // 2, dtype=torch.float32) - first) / max(last - first, 0.001)
+    keep = 1 - ramp.clamp(0, 1)
     scale = settings.get("attention_factor")
-    return base * (1 - stretch) + base / factor * stretch, float(scale or (0.1 * math.log(factor) + 1.0))
+    frequencies = 1.0 / (factor * lengths) * (1 - keep) + 1.0 / lengths * keep
+    return frequencies, float(scale or (0.1 * math.log(max(factor, 1.0)) + 1.0))
