@@ -179,6 +179,27 @@ def test_no_such_gpu(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> 
     refused(invoke("generate", tiny_checkpoint, "-p", "a", "--device", "toaster"), "toaster")
 
 
+@pytest.fixture
+def unreadable_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading any weights fails the test."""
+    from slipstream.models.llama import LlamaModel
+
+    def refuse(*_: object, **__: object) -> None:
+        pytest.fail("weights were read before the input was checked")
+
+    monkeypatch.setattr(LlamaModel, "__init__", refuse)
+
+
+@pytest.mark.usefixtures("unreadable_weights")
+def test_prompt_and_tokenizers_are_checked_before_weights_are_read(
+    tiny_checkpoint: Path, other_tokenizer_checkpoint: Path
+) -> None:
+    """A user waited for a large model to load only to read that the prompt was too long, or the draft a stranger."""
+    too_long = invoke("generate", tiny_checkpoint, "-p", "a" * 400)
+    stranger = invoke("generate", tiny_checkpoint, "-p", "a", "--draft", other_tokenizer_checkpoint)
+    assert (too_long.exit_code, stranger.exit_code) == (2, 2)
+
+
 def test_prompt_longer_than_the_context(tiny_checkpoint: Path) -> None:
     refused(invoke("generate", tiny_checkpoint, "-p", "x" * 300), "301 tokens", "256")
 

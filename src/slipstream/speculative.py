@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from slipstream.decode import Decoder
-from slipstream.drafters import Drafter, ModelDrafter, make_drafter
+from slipstream.drafters import make_drafter
 from slipstream.errors import InputError
 from slipstream.models.base import Model
-from slipstream.models.load import load_model
+from slipstream.models.load import Checkpoint, open_checkpoint
 from slipstream.models.vocabulary import check_same_tokenizer
 from slipstream.sampling import Sampler, validate
 from slipstream.stats import count_rounds
@@ -59,10 +59,18 @@ class SpeculativeDecoding:
         self.rule = rule
         self.rejection_sampling = rejection_sampling
         self.defaults = self._checked(_params(None, defaults))
-        self.target = as_model(target_model)
+        # Everything that can be known without weights is checked before any are read.
+        target, draft = _opened(target_model), draft_model if draft_model == "ngram" else _opened(draft_model)
+        if not _is_model(target):
+            raise InputError(
+                f"target_model={target_model!r} is no model; use what load_model returns, a transformers model, or a path"
+            )
+        if _is_model(draft):
+            check_same_tokenizer(target, draft)
+        self.target: Model = _loaded(target)
         validate(self.defaults, self.target.vocab_size)
         self.tokenizer = tokenizer if tokenizer is not None else self.target.tokenizer
-        self.drafter = self._drafter(draft_model)
+        self.drafter = make_drafter(_loaded(draft), self.target)
 
     def generate(
         self,
@@ -146,14 +154,6 @@ class SpeculativeDecoding:
                 "rejection sampling; set temperature=0 or leave rejection_sampling out"
             )
         return params
-
-    def _drafter(self, draft_model: Any) -> Drafter:
-        if (_is_path(draft_model) and draft_model != "ngram") or _is_transformers(draft_model):
-            draft_model = as_model(draft_model)
-        drafter = make_drafter(draft_model, self.target)
-        if isinstance(drafter, ModelDrafter):
-            check_same_tokenizer(self.target, drafter.model)
-        return drafter
 
     def _ids(self, prompt: Prompt, params: SamplingParams) -> tuple[int, ...]:
         """The prompt as ids that the target can be fed, checked against its vocabulary and context."""
@@ -264,25 +264,23 @@ class Stream(Iterator[Piece]):
         return self._ending.reason is not None
 
 
-def as_model(model: Any) -> Model:
-    """A path, a transformers model or a ``Model``, as a ``Model``."""
-    if _is_path(model):
-        return load_model(model)
-    if _is_transformers(model):
+def _opened(model: Any) -> Any:
+    """A path as a checkpoint, a transformers model behind its adapter, anything else as it is."""
+    if isinstance(model, str | os.PathLike):
+        return open_checkpoint(model)
+    if isinstance(model, torch.nn.Module) and hasattr(model, "config"):
         from slipstream.models.huggingface import HuggingFaceModel
 
-        return HuggingFaceModel(model)
-    if hasattr(model, "forward") and hasattr(model, "new_cache"):
-        return cast("Model", model)
-    raise InputError(f"{model!r} is not a model; use what load_model returns, a transformers model, or a path")
+        return HuggingFaceModel(cast(Any, model))
+    return model
 
 
-def _is_path(value: Any) -> bool:
-    return isinstance(value, str | os.PathLike)
+def _loaded(model: Any) -> Any:
+    return model.load() if isinstance(model, Checkpoint) else model
 
 
-def _is_transformers(value: Any) -> bool:
-    return isinstance(value, torch.nn.Module) and hasattr(value, "config")
+def _is_model(model: Any) -> bool:
+    return isinstance(model, Checkpoint) or (hasattr(model, "forward") and hasattr(model, "new_cache"))
 
 
 def _params(params: SamplingParams | None, overrides: Mapping[str, Any]) -> SamplingParams:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from slipstream.cli.answer import Answer
     from slipstream.cli.report import Report
     from slipstream.models.base import Model
+    from slipstream.models.load import Checkpoint
     from slipstream.types import SamplingParams
 
 INTERRUPTED = 130
@@ -66,9 +67,11 @@ def run(task: Task) -> int:
         import torch
 
         torch.set_num_threads(task.threads)
-    models = _load_both(task)
-    ids = task.prompt.ids(models.target.tokenizer, task.model)
-    _check_fits(ids, models.target)
+    target, draft = _open_both(task)
+    ids = task.prompt.ids(target.tokenizer, task.model)
+    _check_fits(ids, target)
+    models = _load_both(task, target, draft)
+    _check_fits(ids, models.target)  # again: some say their limit only now
     report = _answers(task, models, ids)
     _show(report, task)
     return INTERRUPTED if report.interrupted else 0
@@ -88,7 +91,21 @@ def check(task: Task) -> None:
         raise InputError(f"--svg {task.svg!r} is a folder; give the path of a file")
 
 
-def _check_fits(ids: list[int], target: Model) -> None:
+def _open_both(task: Task) -> tuple[Checkpoint, Checkpoint | None]:
+    """Target and draft with everything checked that can be without reading weights."""
+    from slipstream.models.load import open_checkpoint
+    from slipstream.models.vocabulary import check_same_tokenizer
+
+    with _loading(task, task.model):
+        target = open_checkpoint(task.model, weights=task.weights, device=task.device)
+        if not task.drafts_by_model:
+            return target, None
+        draft = open_checkpoint(task.draft, weights=task.draft_weights, device=task.device)
+        check_same_tokenizer(target, draft)
+    return target, draft
+
+
+def _check_fits(ids: list[int], target: Checkpoint | Model) -> None:
     limit = target.max_positions
     if limit is not None and len(ids) > limit:
         raise InputError(f"the prompt has {len(ids)} tokens, but {target.name} reads at most {limit}; shorten it")
@@ -104,22 +121,15 @@ class Models:
     """Memory that the draft's weights occupy; plain decoding would not need it."""
 
 
-def _load_both(task: Task) -> Models:
-    """The draft first: it is the smaller one, so a mistake in either shows early."""
-    draft: Model | str | None = None if task.plain else task.draft
-    draft_bytes = 0
-    if task.drafts_by_model:
-        before = memory.used_bytes(task.device)
-        draft = _load(task, task.draft, task.draft_weights)
-        draft_bytes = max(0, memory.used_bytes(task.device) - before)
-    return Models(_load(task, task.model, task.weights), draft, draft_bytes)
-
-
-def _load(task: Task, model: str, weights: str) -> Model:
-    from slipstream.models.load import load_model
-
-    with _loading(task, model):
-        return load_model(model, weights=weights, device=task.device)
+def _load_both(task: Task, target: Checkpoint, draft: Checkpoint | None) -> Models:
+    with _loading(task, target.name):
+        loaded = target.load()
+    if draft is None:
+        return Models(loaded, None if task.plain else task.draft, 0)
+    before = memory.used_bytes(task.device)
+    with _loading(task, draft.name):
+        loaded_draft = draft.load()
+    return Models(loaded, loaded_draft, max(0, memory.used_bytes(task.device) - before))
 
 
 @contextmanager

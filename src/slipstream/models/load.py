@@ -7,6 +7,8 @@ import os
 import socket
 import struct
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -58,13 +60,38 @@ def load_model(
             read: nothing at ``path``, files missing or cut short, an architecture that cannot be decoded
             speculatively, weights or a device that are not to be had.
     """
+    return open_checkpoint(path, weights=weights, device=device, tokenizer=tokenizer).load()
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A model that could be loaded: everything about it but its weights."""
+
+    name: str
+    config: Mapping[str, Any]
+    """As in config.json."""
+    tokenizer: Any | None
+    max_positions: int | None
+    """Number of positions the model was made for; None if that shows only once it is loaded."""
+    load: Callable[[], Model]
+    """Reads the weights: seconds to minutes."""
+
+
+def open_checkpoint(
+    path: str | os.PathLike[str],
+    *,
+    weights: str = "auto",
+    device: str | torch.device = "cpu",
+    tokenizer: Any | None = None,
+) -> Checkpoint:
+    """What ``load_model`` does before it reads weights, with the same arguments and errors."""
     where = _device(device)
     kind = _weights(weights, where)
     name = os.fspath(path)
     found = _find(name)
     if found.is_file():
-        return _load_gguf(found, name, kind, where, tokenizer)
-    return _Folder(found, name).load(kind, where, tokenizer)
+        return _open_gguf(found, name, kind, where, tokenizer)
+    return _Folder(found, name).open(kind, where, tokenizer)
 
 
 def _device(device: str | torch.device) -> torch.device:
@@ -154,7 +181,7 @@ def _check_hub_reachable(name: str) -> None:
         raise problem from None
 
 
-def _load_gguf(file: Path, name: str, weights: str, device: torch.device, tokenizer: Any | None) -> Model:
+def _open_gguf(file: Path, name: str, weights: str, device: torch.device, tokenizer: Any | None) -> Checkpoint:
     from slipstream.models.gguf import GGUFFile
     from slipstream.models.llama import unsupported
 
@@ -162,23 +189,29 @@ def _load_gguf(file: Path, name: str, weights: str, device: torch.device, tokeni
     config = source.config()
     if reason := unsupported(config):
         raise InputError(f"{file} cannot be run from GGUF ({reason}): use the model's Hugging Face checkpoint instead")
-    return _our_decoder(
+    if tokenizer is None:
+        tokenizer = source.tokenizer()
+    load = partial(
+        _our_decoder,
         file,
         config,
-        source.tensor,
+        lambda: source.tensor,
         name=name,
         weights=weights,
         device=device,
         eos_token_ids=source.eos_token_ids(),
-        tokenizer=source.tokenizer() if tokenizer is None else tokenizer,
+        tokenizer=tokenizer,
     )
+    return Checkpoint(name, config, tokenizer, config.get("max_position_embeddings"), load)
 
 
-def _our_decoder(path: Path, config: Mapping[str, Any], tensor: Callable[[str], Tensor], **settings: Any) -> Model:
+def _our_decoder(
+    path: Path, config: Mapping[str, Any], tensors: Callable[[], Callable[[str], Tensor]], **settings: Any
+) -> Model:
     from slipstream.models.llama import LlamaModel
 
     try:
-        return LlamaModel(config, tensor, **settings)
+        return LlamaModel(config, tensors(), **settings)
     except KeyError as error:
         raise InputError(f"{path} lacks the tensor {error.args[0]}: download the model again") from error
 
@@ -190,7 +223,7 @@ class _Folder:
         self.path = path
         self.name = name
 
-    def load(self, weights: str, device: torch.device, tokenizer: Any | None) -> Model:
+    def open(self, weights: str, device: torch.device, tokenizer: Any | None) -> Checkpoint:
         from slipstream.models.llama import unsupported
 
         config = self.config()
@@ -200,17 +233,28 @@ class _Folder:
             tokenizer = self._tokenizer()
         settings = config.to_dict()
         if unsupported(settings) is not None:
-            return self._adapted(config, weights, device, tokenizer)
-        return _our_decoder(
+            self._check_adaptable(config, weights)
+            load: Callable[[], Model] = partial(self._adapted, config, weights, device, tokenizer)
+            return Checkpoint(self.name, settings, tokenizer, None, load)
+        load = partial(
+            _our_decoder,
             self.path,
             settings,
-            _tensors(files),
+            partial(_tensors, files),
             name=self.name,
             weights=weights,
             device=device,
             eos_token_ids=self._eos_token_ids(config, tokenizer),
             tokenizer=tokenizer,
         )
+        return Checkpoint(self.name, settings, tokenizer, settings.get("max_position_embeddings"), load)
+
+    def _check_adaptable(self, config: Any, weights: str) -> None:
+        if getattr(config, "quantization_config", None) is None and weights not in _DTYPES:
+            raise InputError(
+                f"weights={weights!r} is not available for {self.path} (model type {config.model_type}): "
+                "use 'fp32', 'bf16' or 'fp16'"
+            )
 
     def config(self) -> Any:
         """The checkpoint's transformers configuration, of an architecture that can be decoded speculatively."""
@@ -292,11 +336,6 @@ class _Folder:
         from slipstream.models.huggingface import HuggingFaceModel
 
         quantised = getattr(config, "quantization_config", None) is not None
-        if not quantised and weights not in _DTYPES:
-            raise InputError(
-                f"weights={weights!r} is not available for {self.path} (model type {config.model_type}): "
-                "use 'fp32', 'bf16' or 'fp16'"
-            )
         placing: dict[str, Any] = {"device_map": device} if quantised else {"dtype": _DTYPES[weights]}
         try:
             loaded: Any = AutoModelForCausalLM.from_pretrained(self.path, trust_remote_code=False, **placing)

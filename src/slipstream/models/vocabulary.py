@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from slipstream.errors import InputError
-from slipstream.models.base import Model
 
 
 @dataclass(frozen=True)
@@ -39,7 +38,21 @@ def first_difference(target_tokenizer: Any, draft_tokenizer: Any) -> Difference 
     return Difference(differing, only_target[differing], only_draft[differing])
 
 
-def check_same_tokenizer(target_model: Model, draft_model: Model) -> None:
+class Named(Protocol):
+    """A model, or a checkpoint that is not loaded yet."""
+
+    @property
+    def name(self) -> str:
+        """What to call it in messages."""
+        ...
+
+    @property
+    def tokenizer(self) -> Any | None:
+        """A transformers tokenizer, or None."""
+        ...
+
+
+def check_same_tokenizer(target_model: Named, draft_model: Named) -> None:
     """Refuse a draft model whose ids mean other texts than the target's.
 
     Where a model has no tokenizer there is nothing to compare, and the pair is accepted.
