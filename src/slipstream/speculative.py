@@ -63,7 +63,8 @@ class SpeculativeDecoding:
         target, draft = _opened(target_model), draft_model if draft_model == "ngram" else _opened(draft_model)
         if not _is_model(target):
             raise InputError(
-                f"target_model={target_model!r} is no model; use what load_model returns, a transformers model, or a path"
+                f"target_model={target_model!r} is not a model; use what load_model returns, a transformers model "
+                "or a path"
             )
         if _is_model(draft):
             check_same_tokenizer(target, draft)
