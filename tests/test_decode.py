@@ -594,12 +594,13 @@ def test_a_draft_with_more_ids_than_the_target(k: int, temperature: float) -> No
 
 def test_copied_ids_that_the_target_reads_but_cannot_emit() -> None:
     """A prompt may hold ids (such as an image's) beyond the output layer; prompt lookup proposed them."""
-    law = random_law(V, seed=6, order=1)
-    prompt = [1, 2, V + 1, 1, 2, V + 1, 1, 2]
-    target = TableModel(lambda tokens: law([min(tokens[-1], V - 1)]), V, embedding=V + 2)
-    plain, _ = decode(target, NoDrafter(), prompt, max_new_tokens=20)
-    answer, _ = decode(target, NgramDrafter(2, 1), prompt, k=4, max_new_tokens=20)
-    assert answer == plain
+    prompt = [1, 2, 6, V + 1, 3, 5]
+    script = [1, 2, 6, 7, 8, 1, 2, 6, 9]
+    target = TableModel(scripted_law(script, V, prompt_length=len(prompt)), V, embedding=V + 2)
+    answer, rounds = decode(target, NgramDrafter(2, 1), prompt, k=4, max_new_tokens=9)
+    assert answer == script
+    # Behind "1" the prompt goes on with 2, 6, and then with the id that cannot be: two are left of that draft.
+    assert max(r.num_drafted for r in rounds) == 2
 
 
 def test_caches_are_released_with_the_generator() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
-from fakes import Dice, ForcedDrafter, TableModel, all_outcomes, loaded_dice, random_law
+from fakes import Dice, ForcedDrafter, RecurrentModel, TableModel, all_outcomes, loaded_dice, random_law
 from slipstream import Draft, InputError, SamplingParams
 from slipstream.drafters import ModelDrafter, NgramDrafter, NoDrafter, make_drafter
 from slipstream.sampling import Sampler
@@ -132,10 +132,13 @@ def test_a_session_rolls_back_and_catches_up(committed: int) -> None:
 
 
 def test_a_session_survives_rounds_in_which_it_was_not_asked() -> None:
-    session = ModelDrafter(model(), V).start(sampler())
-    session.draft([1, 2], 2)
-    tokens = [1, 2, 7, 7, 7, 0, 3]
-    assert session.draft(tokens, 3) == ModelDrafter(model(), V).start(sampler()).draft(tokens, 3)
+    """Tokens that others had drafted meanwhile were taken for the ones that it had fed to its model itself."""
+    session = ModelDrafter(RecurrentModel(V), V).start(sampler())
+    own = session.draft([1, 2], 4).tokens
+    for tokens in ([1, 2, *((t + 1) % V for t in own), 0, 3], [1, 2, own[0], *((t + 1) % V for t in own), 0, 3, 3]):
+        assert session.draft(tokens, 3) == ModelDrafter(RecurrentModel(V), V).start(sampler()).draft(tokens, 3)
+        session = ModelDrafter(RecurrentModel(V), V).start(sampler())
+        session.draft([1, 2], 4)
 
 
 def test_sessions_do_not_share_anything() -> None:

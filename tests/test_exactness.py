@@ -6,6 +6,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -40,7 +41,7 @@ from fakes import (
     softmax,
     wrong_at,
 )
-from slipstream import Draft
+from slipstream import Draft, load_model
 from slipstream.drafters import Drafter, ModelDrafter, NgramDrafter, NoDrafter
 from slipstream.models.llama import LlamaModel
 from slipstream.sampling import Sampler
@@ -193,21 +194,41 @@ def test_a_model_that_drafts_for_itself_is_always_accepted(family: str, temperat
 
 
 @pytest.mark.parametrize("weights", ["bf16", "fp16", "int8"])
-@pytest.mark.parametrize("k", [2, 5])
-def test_a_split_in_low_precision_is_at_a_small_gap(k: int, weights: str) -> None:
+def test_a_split_in_low_precision_is_at_a_small_gap(weights: str) -> None:
     """G3. In low precision a pass over several rows rounds differently from one over a single row: near-ties turn."""
     target = real("llama", weights=weights, initializer_range=0.3)
     draft = real("llama", weights=weights, initializer_range=0.3, num_hidden_layers=1)
     tolerance = {"bf16": 0.04, "fp16": 1e-4, "int8": 1e-4}[weights]
     for start in range(2):
         prompt = [start, 11, 13]
-        plain, _ = decode(target, NoDrafter(), prompt, max_new_tokens=60)
-        answer, _ = decode(target, ModelDrafter(draft, 60), prompt, k=k, max_new_tokens=60)
-        split = next((i for i, (a, b) in enumerate(zip(plain, answer, strict=True)) if a != b), None)
-        if split is not None:
-            logits = target.forward([*prompt, *plain[:split]], target.new_cache(), 1)[0].float()
-            first, second = logits.topk(2).values.tolist()
-            assert first - second <= tolerance * float(logits.abs().max()), f"position {split}: {first - second}"
+        plain, _ = decode(target, NoDrafter(), prompt, max_new_tokens=40)
+        answer, _ = decode(target, ModelDrafter(draft, 60), prompt, k=4, max_new_tokens=40)
+        assert gap_at_split(target, prompt, plain, answer) <= tolerance
+
+
+def gap_at_split(target: Any, prompt: Sequence[int], plain: Sequence[int], answer: Sequence[int]) -> float:
+    """How far apart the two likeliest tokens are where two answers part, relative to the largest logit; 0 if never."""
+    split = next((i for i, (a, b) in enumerate(zip(plain, answer, strict=True)) if a != b), None)
+    if split is None:
+        return 0.0
+    logits = target.forward([*prompt, *plain[:split]], target.new_cache(), 1)[0].float()
+    first, second = logits.topk(2).values.tolist()
+    print(f"split at token {split}: the two likeliest are {first - second:.2g} apart")  # noqa: T201 - shown on failure
+    return (first - second) / float(logits.abs().max())
+
+
+@pytest.mark.real_weights
+@pytest.mark.parametrize(("weights", "tolerance"), [("fp32", 0.0), ("int8", 1e-3)])
+def test_greedy_real_weights(smollm2: Path, weights: str, tolerance: float) -> None:
+    """SmolLM2-135M copies a text: the same answer in float32, and in 8 bits a split at a near-tie at most (G3)."""
+    target: Any = load_model(smollm2, weights=weights)
+    text = "Repeat: The small grey cat sat on the warm stone wall and looked at the birds in the old apple tree."
+    messages = [{"role": "user", "content": text}]
+    prompt = target.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    plain, rounds = decode(target, NoDrafter(), prompt, max_new_tokens=24)
+    answer, fewer = decode(target, NgramDrafter(), prompt, k=6, max_new_tokens=24)
+    assert gap_at_split(target, prompt, plain, answer) <= tolerance
+    assert len(fewer) < len(rounds)
 
 
 # --- sampling: the exact law ------------------------------------------------------------------------------------------
@@ -338,7 +359,7 @@ def test_joint_law_with_a_draft_that_breaks_down(monkeypatch: pytest.MonkeyPatch
 # --- sampling: real random numbers ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["model", "greedy model", "n-gram", "fewer ids"])
+@pytest.mark.parametrize("kind", ["model", "greedy model", "n-gram"])
 def test_joint_law_of_three_tokens_by_chi_square(kind: str) -> None:
     """D4. With the real random numbers: a generator that draws twice the same, or shares draws, shows up here."""
     prompt = [1, 2, 1] if kind == "n-gram" else [1]

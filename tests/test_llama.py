@@ -94,7 +94,10 @@ def theirs(name: str, dtype: torch.dtype = torch.float32) -> Any:
 
 
 def ours(model: Any, weights: str = "fp32") -> LlamaModel:
-    return LlamaModel(model.config.to_dict(), model.state_dict().__getitem__, name="tiny", weights=weights)
+    state = model.state_dict()
+    if model.config.tie_word_embeddings:
+        del state["lm_head.weight"]  # as in checkpoints
+    return LlamaModel(model.config.to_dict(), state.__getitem__, name="tiny", weights=weights)
 
 
 @torch.no_grad()

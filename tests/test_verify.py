@@ -175,7 +175,7 @@ def test_top_k_filtered_draft(seed: int, monkeypatch: pytest.MonkeyPatch) -> Non
 def _draw(dice: object, q: Tensor, monkeypatch: pytest.MonkeyPatch, settings: dict[str, float]) -> int:
     with monkeypatch.context() as patch:
         loaded_dice(patch, dice)
-        return Sampler(SamplingParams(**settings), 0, (), 0).draw(q)
+        return Sampler(SamplingParams(**settings), 0, (), 0).draw(q, 0)
 
 
 @pytest.mark.parametrize("missing", [[0], [1, 3], [0, 1, 2, 3]])
@@ -345,10 +345,10 @@ def test_entropy_of_what_is_drawn(temperature: float) -> None:
     tempered = filtered(skewed.log()[None], temperature=temperature)[0]
     assert entropy(tempered) == pytest.approx(entropy(powered / powered.sum()), abs=1e-12)
     one, target = generator(4), torch.stack([tempered, tempered])
-    out = Counter(_first(verify(target, [3], None, one), 3) for _ in range(1500))
+    out = Counter(_first(verify(target, [3], None, one), 3) for _ in range(1000))
     assert all(out[t] for t in range(4) if tempered[t] > 0.01)
     observed = torch.tensor([out[t] / out.total() for t in range(4)], dtype=torch.float64)
-    assert entropy(observed) == pytest.approx(entropy(tempered), abs=0.05)
+    assert entropy(observed) == pytest.approx(entropy(tempered), abs=0.06)
 
 
 def _first(verdict: Verdict, drafted: int) -> int:

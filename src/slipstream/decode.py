@@ -20,7 +20,7 @@ from slipstream.errors import InputError
 from slipstream.models.base import Cache, Model, feed
 from slipstream.sampling import Sampler
 from slipstream.types import Draft, Round, TokenLogprob
-from slipstream.verify import verify
+from slipstream.verify import match, verify
 
 
 @dataclass(frozen=True)
@@ -91,8 +91,11 @@ class Decoder:
         extended = [*tokens, *draft.tokens]
         logits = feed(self.target, extended[cache.length :], cache, len(draft.tokens) + 1)
         probs = self.sampler.probs(logits, extended)
-        drafted = torch.tensor(draft.tokens, dtype=torch.long)
-        verdict = verify(probs, drafted, draft.probs, self.sampler.generator, self.rule)
+        if self.sampler.coupled:
+            verdict = match(draft.tokens, lambda slot: self.sampler.draw(probs[slot], len(tokens) + slot))
+        else:
+            drafted = torch.tensor(draft.tokens, dtype=torch.long)
+            verdict = verify(probs, drafted, draft.probs, self.sampler.generator, self.rule)
         new = [*draft.tokens[: verdict.num_accepted], verdict.next_token]
         if bool(probs[verdict.num_accepted].isnan().any()):
             # Behind tokens that stand, so plain decoding would be stuck here too: have the sampler say why.

@@ -42,12 +42,18 @@ class Sampler:
         prompt_length: number of leading tokens that are prompt; penalties on the output start after them.
         stop_ids: ids that end the answer; ``min_new_tokens`` keeps them from being sampled.
         seed: seeds the request's own generator.
+        coupled: draw position by position with random numbers that depend on seed and position alone, the same for
+            draft and target, so that the answer does not depend on the draft at all.
     """
 
-    def __init__(self, params: SamplingParams, prompt_length: int, stop_ids: Collection[int], seed: int) -> None:
+    def __init__(
+        self, params: SamplingParams, prompt_length: int, stop_ids: Collection[int], seed: int, *, coupled: bool = False
+    ) -> None:
         self.params = params
         self.prompt_length = prompt_length
+        self.coupled = coupled
         self.generator = torch.Generator().manual_seed(seed)
+        self._seed = seed
         self.stop_ids = frozenset(stop_ids)
         self._rewrites_logits = _rewrites_logits(params)
 
@@ -80,9 +86,17 @@ class Sampler:
         logits, peaks = logits.masked_fill(unusable, 0), peaks.masked_fill(unusable, 0)
         return self._distributions(logits, peaks).masked_fill(unusable, math.nan)
 
-    def draw(self, probs: Tensor) -> int:
-        """Draw one id from ``probs`` (V,)."""
-        return int(probs.argmax()) if self.greedy else sample(probs, self.generator)
+    def draw(self, probs: Tensor, position: int) -> int:
+        """Draw the id at ``position`` (counted from the prompt's first token) from ``probs`` (V,)."""
+        if self.greedy:
+            return int(probs.argmax())
+        if not self.coupled:
+            return sample(probs, self.generator)
+        # A race of exponential clocks with rates P: the first to ring is x with probability P(x), and with the same
+        # clocks two similar distributions mostly agree.
+        self.generator.manual_seed((self._seed * 1_000_003 + position) % 2**63)
+        clocks = torch.empty(len(probs), dtype=torch.float64).exponential_(generator=self.generator)
+        return int((probs.to("cpu", torch.float64) / clocks).argmax())
 
     def _distributions(self, logits: Tensor, peaks: Tensor) -> Tensor:
         """Logits (n, V) with their largest values (n, 1), all finite, to probabilities."""

@@ -35,6 +35,8 @@ class SpeculativeDecoding:
         tokenizer: needed only where text goes in or out of a model that came without one.
         rejection_sampling: None samples if the temperature is above 0; False insists on greedy decoding.
         rule: accept rule, see ``slipstream.verify``.
+        bit_exact: the target's logits have the same bits however many tokens are in a pass, and random numbers belong
+            to positions: greedy and seeded answers are those of plain decoding, always (lean decoder on a CPU only).
         defaults: fields of ``SamplingParams``, for calls that do not say otherwise.
 
     Raises:
@@ -50,6 +52,7 @@ class SpeculativeDecoding:
         tokenizer: Any | None = None,
         rejection_sampling: bool | None = None,
         rule: str = "token",
+        bit_exact: bool = False,
         **defaults: Any,
     ) -> None:
         if type(k) is not int or k < 0:
@@ -57,6 +60,7 @@ class SpeculativeDecoding:
         check_rule(rule)
         self.k = k
         self.rule = rule
+        self.bit_exact = bit_exact
         self.rejection_sampling = rejection_sampling
         self.defaults = self._checked(_params(None, defaults))
         # Everything that can be known without weights is checked before any are read.
@@ -68,7 +72,8 @@ class SpeculativeDecoding:
             )
         if _is_model(draft):
             check_same_tokenizer(target, draft)
-        self.target: Model = _loaded(target)
+        loaded = _loaded(target)
+        self.target: Model = _bit_exact(loaded) if bit_exact else loaded
         validate(self.defaults, self.target.vocab_size)
         self.tokenizer = tokenizer if tokenizer is not None else self.target.tokenizer
         self.drafter = make_drafter(_loaded(draft), self.target)
@@ -179,7 +184,7 @@ class SpeculativeDecoding:
         if self.target.max_positions is not None:
             limit = min(limit, self.target.max_positions)
         stop_ids = set(params.stop_token_ids) | (set() if params.ignore_eos else set(self.target.eos_token_ids))
-        sampler = Sampler(params, len(prompt), stop_ids, _seed(params, index))
+        sampler = Sampler(params, len(prompt), stop_ids, _seed(params, index), coupled=self.bit_exact)
         ending = Ending(
             stop_ids=stop_ids,
             stop=params.stop,
@@ -230,6 +235,11 @@ class Stream(Iterator[Piece]):
         return self.output
 
     @property
+    def rounds(self) -> tuple[Round, ...]:
+        """What each round drafted, accepted and took, so far; the first one read the prompt."""
+        return tuple(self._rounds)
+
+    @property
     def stats(self) -> Stats:
         """Counts and times so far."""
         return count_rounds(self._rounds)
@@ -278,6 +288,12 @@ def _opened(model: Any) -> Any:
 
 def _loaded(model: Any) -> Any:
     return model.load() if isinstance(model, Checkpoint) else model
+
+
+def _bit_exact(model: Any) -> Any:
+    if not hasattr(model, "bit_exact"):
+        raise InputError(f"bit_exact=True is not available for {model.name}, only for the lean decoder; leave it out")
+    return model.bit_exact()
 
 
 def _is_model(model: Any) -> bool:

@@ -7,7 +7,7 @@ Source: Leviathan et al. 2023 (arXiv 2211.17192) and Chen et al. 2023 (arXiv 230
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -55,6 +55,20 @@ def check_rule(rule: str) -> None:
     """Raise InputError if there is no accept rule of this name."""
     if rule != "token":
         raise InputError(f"rule {rule!r} is not known; use 'token'")
+
+
+def match(draft_tokens: Sequence[int], choose: Callable[[int], int]) -> Verdict:
+    """The rule for choices that are already made: accept draft tokens while they are what the target takes.
+
+    Args:
+        draft_tokens: k ids.
+        choose: the target's own choice at slot 0..k; called up to the first slot that differs.
+    """
+    for slot, token in enumerate(draft_tokens):
+        chosen = choose(slot)
+        if chosen != token:
+            return Verdict(slot, chosen)
+    return Verdict(len(draft_tokens), choose(len(draft_tokens)))
 
 
 def accept_probs(target_probs: Tensor, draft_tokens: Tensor, draft_probs: Tensor | None) -> Tensor:

@@ -57,7 +57,7 @@ class ModelSession:
         try:
             while len(drafted) < k:
                 q = self._next(tokens, drafted)
-                drafted.append(self._sampler.draw(q))
+                drafted.append(self._sampler.draw(q, len(tokens) + len(drafted)))
                 rows.append(q)
                 if drafted[-1] in self._sampler.stop_ids:
                     break  # nothing is ever kept after it

@@ -30,44 +30,68 @@ class Linear(Protocol):
     """x W^T + b."""
 
     def __call__(self, x: Tensor) -> Tensor:
-        """(rows, in) -> (rows, out); a row's result depends on that row alone."""
+        """(rows, in) -> (rows, out)."""
         ...
 
     def quick(self) -> Linear:
         """The same weights with the cheapest arithmetic: good enough for drafts."""
         ...
 
+    def bit_exact(self) -> Linear:
+        """The same weights; a row's result has the same bits whatever the other rows are and however many."""
+        ...
+
 
 class DenseLinear:
     """Weights in one of torch's own types."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None, *, by_row: bool = False) -> None:
         self._weight = weight
         self._bias = bias
+        self._by_row = by_row
 
     def __call__(self, x: Tensor) -> Tensor:
         """(rows, in) -> (rows, out)."""
+        if self._by_row and len(x) > 1:
+            return torch.cat([F.linear(row, self._weight, self._bias) for row in x.split(1)])
         return F.linear(x, self._weight, self._bias)
 
     def quick(self) -> DenseLinear:
         """Itself."""
         return self
 
+    def bit_exact(self) -> DenseLinear:
+        """One product a row, since how rows are summed depends on how many there are."""
+        return DenseLinear(self._weight, self._bias, by_row=True)
+
 
 class HalfLinear:
     """fp16 weights packed for FBGEMM, float32 activations and sums."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self._packed = torch.ops.quantized.linear_prepack_fp16(weight.float().contiguous(), bias)
+    def __init__(self, packed: torch.ScriptObject, *, row_multiple: int = 1) -> None:
+        self._packed = packed
+        self._row_multiple = row_multiple
+
+    @classmethod
+    def pack(cls, weight: Tensor, bias: Tensor | None) -> HalfLinear:
+        """Round ``weight`` (out, in) to fp16."""
+        return cls(torch.ops.quantized.linear_prepack_fp16(weight.float().contiguous(), bias))
 
     def __call__(self, x: Tensor) -> Tensor:
         """(rows, in) -> (rows, out)."""
+        rows = len(x)
+        if missing := -rows % self._row_multiple:
+            x = F.pad(x, (0, 0, 0, missing))
         y: Tensor = torch.ops.quantized.linear_dynamic_fp16(x, self._packed)
-        return y
+        return y[:rows]
 
     def quick(self) -> HalfLinear:
         """Itself."""
         return self
+
+    def bit_exact(self) -> HalfLinear:
+        """Rows padded to a multiple of three: kernels for a rest of one or two rows sum in an order of their own."""
+        return HalfLinear(self._packed, row_multiple=3)
 
 
 class ByteLinear:
@@ -110,6 +134,10 @@ class ByteLinear:
         """One-part activations."""
         return ByteLinear(self._packed, self._bias, parts=1)
 
+    def bit_exact(self) -> ByteLinear:
+        """Itself: sums of integers have no order."""
+        return self
+
     def _multiply(self, u: Tensor) -> Tensor:
         multiply = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32
         y: Tensor = multiply(u, 1 / _STEPS, _ZERO, self._packed)
@@ -143,7 +171,7 @@ def make_linear(weight: Tensor, bias: Tensor | None, weights: str) -> Linear:
         weights: how to keep them, a name that ``activation_dtype`` accepted.
     """
     if weight.device.type == "cpu" and weights == "fp16":
-        return HalfLinear(weight, bias)
+        return HalfLinear.pack(weight, bias)
     if weight.device.type == "cpu" and weights == "int8":
         return ByteLinear.pack(weight, bias)
     return DenseLinear(weight, bias)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
+from slipstream.errors import InputError
 from slipstream.models.cache import KeyValueCache
 from slipstream.models.linear import Linear, activation_dtype, embedding_dtype, make_linear
 
@@ -99,6 +100,7 @@ class LlamaModel:
         self.heads = int(config["num_attention_heads"])
         self.kv_heads = int(config.get("num_key_value_heads") or self.heads)
         self.head_dim = int(config.get("head_dim") or config["hidden_size"] // self.heads)
+        self._by_row = False
         self._eps = float(config.get("rms_norm_eps", 1e-6))
         self._dtype = activation_dtype(weights, self.device)
         self._load(config, tensor)
@@ -106,18 +108,26 @@ class LlamaModel:
 
     def quick(self) -> LlamaModel:
         """The same weights with the cheapest arithmetic there is for them: for drafting."""
+        return self._view(lambda linear: linear.quick())
+
+    def bit_exact(self) -> LlamaModel:
+        """The same weights; a token's logits have the same bits whatever the number of tokens in the pass.
+
+        Raises:
+            InputError: the model is not on a CPU.
+        """
+        if self.device.type != "cpu":
+            raise InputError(f"bit_exact works on a CPU only, and {self.name} is on {self.device}; leave it out")
+        view = self._view(lambda linear: linear.bit_exact())
+        view._by_row = True
+        return view
+
+    def _view(self, of: Callable[[Linear], Linear]) -> LlamaModel:
         view = copy.copy(self)
         view._layers = [
-            replace(
-                layer,
-                qkv=layer.qkv.quick(),
-                out=layer.out.quick(),
-                gate_up=layer.gate_up.quick(),
-                down=layer.down.quick(),
-            )
-            for layer in self._layers
+            replace(e, qkv=of(e.qkv), out=of(e.out), gate_up=of(e.gate_up), down=of(e.down)) for e in self._layers
         ]
-        view._head = self._head.quick()
+        view._head = of(self._head)
         return view
 
     def new_cache(self) -> KeyValueCache:
@@ -130,7 +140,7 @@ class LlamaModel:
         start, end = cache.length, cache.length + len(tokens)
         cache.reserve(end)
         rotation = self._rope.rows(start, end)
-        masks = {window: _mask(start, end, window, self._dtype, self.device) for window in self._windows}
+        masks = {window: self._mask(start, end, window) for window in self._windows}
         x = self._embedding[torch.tensor(tokens, dtype=torch.long, device=self.device)].to(self._dtype)
         for index, layer in enumerate(self._layers):
             normed = self._normed(x, layer.attention_norm)
@@ -153,13 +163,40 @@ class LlamaModel:
             turning = torch.cat((self._normed(q, layer.query_norm), self._normed(k, layer.key_norm)))
         turned = _rotated(turning, to.rotation)
         keys, values = to.cache.append(to.layer, turned[self.heads :], v)
+        q = turned[: self.heads] * self.head_dim**-0.5
+        mix = self._mixed_by_row if self._by_row else self._mixed
+        return layer.out(mix(q, keys, values, to.mask).transpose(0, 1).reshape(n, -1))
+
+    def _mixed(self, q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
+        """softmax(q k^T + mask) v: q (H, n, d), keys and values (G, total, d) -> (H, n, d)."""
         # The queries that share a key/value head are further rows of one product with it.
-        q = turned[: self.heads].reshape(self.kv_heads, -1, self.head_dim)
-        scores = torch.bmm(q * self.head_dim**-0.5, keys.transpose(1, 2))
-        if to.mask is not None:
-            scores = (scores.view(self.heads, n, -1) + to.mask).view(scores.shape)
-        mixed = torch.bmm(torch.softmax(scores, dim=-1), values)
-        return layer.out(mixed.view(self.heads, n, self.head_dim).transpose(0, 1).reshape(n, -1))
+        scores = torch.bmm(q.reshape(self.kv_heads, -1, self.head_dim), keys.transpose(1, 2))
+        if mask is not None:
+            scores = (scores.view(*q.shape[:2], -1) + mask).view(scores.shape)
+        return torch.bmm(torch.softmax(scores, dim=-1), values).view(q.shape)
+
+    def _mixed_by_row(self, q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
+        """The same, every row by itself over just the keys up to it: its position alone decides the shapes."""
+        first = keys.shape[1] - q.shape[1] + 1
+        rows = [
+            self._mixed(
+                row, keys[:, : first + i], values[:, : first + i], None if mask is None else mask[i, : first + i]
+            )
+            for i, row in enumerate(q.split(1, dim=1))
+        ]
+        return torch.cat(rows, dim=1)
+
+    def _mask(self, start: int, end: int, window: int | None) -> Tensor | None:
+        """What to add to scores of rows start..end over keys 0..end, (end - start, end); None if nothing is hidden."""
+        alone = self._by_row or end - start == 1
+        if alone and (window is None or end <= window):
+            return None
+        rows = torch.arange(start, end, device=self.device).unsqueeze(1)
+        keys = torch.arange(end, device=self.device)
+        hidden = keys > rows
+        if window is not None:
+            hidden |= keys <= rows - window
+        return torch.zeros(hidden.shape, dtype=self._dtype, device=self.device).masked_fill_(hidden, -math.inf)
 
     def _load(self, config: Mapping[str, Any], tensor: Tensors) -> None:
         def dense(name: str) -> Tensor:
@@ -216,18 +253,6 @@ def _windows(config: Mapping[str, Any]) -> list[int | None]:
         first = int(config.get("max_window_layers", layers))
         return [None if i < first else window for i in range(layers)]
     return [window if kind == "sliding_attention" else None for kind in kinds]
-
-
-def _mask(start: int, end: int, window: int | None, dtype: torch.dtype, device: torch.device) -> Tensor | None:
-    """What to add to the scores of rows start..end over keys 0..end, (end - start, end); None if nothing is hidden."""
-    if end - start == 1 and (window is None or end <= window):
-        return None
-    rows = torch.arange(start, end, device=device).unsqueeze(1)
-    keys = torch.arange(end, device=device)
-    hidden = keys > rows
-    if window is not None:
-        hidden |= keys <= rows - window
-    return torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, -math.inf)
 
 
 def _rotated(heads: Tensor, rotation: Tensor) -> Tensor:
