@@ -76,7 +76,7 @@ def refusal(path: Any, **arguments: Any) -> str:
 
 def test_folder(folder: Path) -> None:
     """A Llama folder runs in our decoder, with transformers' logits, tokenizer and end tokens."""
-    model = load_model(folder)
+    model = load_model(folder, weights="fp32")
     assert isinstance(model, LlamaModel)
     assert (model.name, model.eos_token_ids, model.vocab_size) == (str(folder), (3,), 300)
     assert_close(logits(model), reference(folder))
@@ -89,7 +89,7 @@ def test_sharded_folder(tmp_path: Path) -> None:
     model = tiny_model()
     model.save_pretrained(tmp_path / "m", max_shard_size="50KB")
     assert len(list((tmp_path / "m").glob("*.safetensors"))) > 2
-    assert_close(logits(load_model(tmp_path / "m")), reference(tmp_path / "m"))
+    assert_close(logits(load_model(tmp_path / "m", weights="fp32")), reference(tmp_path / "m"))
 
 
 def test_bin_weights(folder: Path) -> None:
@@ -99,7 +99,7 @@ def test_bin_weights(folder: Path) -> None:
     expected = reference(folder)
     torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
     (folder / "model.safetensors").unlink()
-    assert_close(logits(load_model(folder)), expected)
+    assert_close(logits(load_model(folder, weights="fp32")), expected)
 
 
 def test_config_of_the_first_llama(folder: Path) -> None:
@@ -107,7 +107,7 @@ def test_config_of_the_first_llama(folder: Path) -> None:
     expected = reference(folder)
     gone = ("head_dim", "rope_parameters", "attention_bias", "mlp_bias", "pretraining_tp", "tie_word_embeddings")
     edit(folder / "config.json", **dict.fromkeys(gone))
-    assert_close(logits(load_model(folder)), expected)
+    assert_close(logits(load_model(folder, weights="fp32")), expected)
 
 
 def test_gguf_file_and_name_in_the_cache(tmp_path: Path, own_cache: Path, folder: Path) -> None:
@@ -118,7 +118,7 @@ def test_gguf_file_and_name_in_the_cache(tmp_path: Path, own_cache: Path, folder
     assert torch.equal(logits(by_path), logits(by_name))
     assert by_name.name == "some-model"
     folder.rename(own_cache / "some-model")
-    assert_close(logits(load_model("some-model")), reference(own_cache / "some-model"))
+    assert_close(logits(load_model("some-model", weights="fp32")), reference(own_cache / "some-model"))
 
 
 def test_other_architectures_go_through_transformers(tmp_path: Path) -> None:
@@ -197,7 +197,7 @@ def test_hub_model_that_was_downloaded_before(tmp_path: Path, folder: Path, monk
     """It loads without a connection, under the hub's name."""
     monkeypatch.setattr(socket, "create_connection", lambda *_, **__: pytest.fail("asked the network"))
     _put_in_hub_cache(folder, tmp_path / "hub", "someone/tiny")
-    model = load_model("someone/tiny")
+    model = load_model("someone/tiny", weights="fp32")
     assert model.name == "someone/tiny"
     assert_close(logits(model), reference(folder))
 
@@ -410,8 +410,22 @@ def test_devices_that_are_not_there(folder: Path, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.real_weights
 def test_smollm2_logits_equal_those_of_transformers(smollm2: Path) -> None:
     """The real weights, in float32: the tiny random models have neither 30 layers nor 9 heads."""
-    model = load_model(smollm2)
+    model = load_model(smollm2, weights="fp32")
     assert isinstance(model, LlamaModel)
     assert model.tokenizer is not None
     assert 2 in model.eos_token_ids
     assert_close(logits(model), reference(smollm2))
+
+
+def test_auto_is_packed_fp16_on_a_cpu(folder: Path) -> None:
+    assert load_model(folder).weights == "fp16"
+
+
+def test_without_packed_kernels_one_line_says_what_is_used_instead(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other processors have no FBGEMM: the model must run all the same, and the user must know."""
+    monkeypatch.setattr("slipstream.models.linear.packed_kernels", lambda: False)
+    for asked in ("auto", "int8"):
+        with pytest.warns(UserWarning, match="packed .* using fp32"):
+            assert load_model(folder, weights=asked).weights == "fp32"

@@ -6,6 +6,7 @@ import json
 import os
 import socket
 import struct
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -48,7 +49,8 @@ def load_model(
         path: a folder in Hugging Face layout, a ``.gguf`` file of the Llama family, the name of a model in the model
             cache such as ``"smollm2-135m"``, or a model hub id such as ``"Qwen/Qwen2.5-0.5B-Instruct"``; tried in this
             order. A hub model that the hub's own cache holds is used as it is, without asking the network.
-        weights: ``"fp32"``, ``"bf16"``, ``"fp16"``, ``"int8"``, or ``"auto"``: fp32 on a CPU, bf16 elsewhere.
+        weights: ``"fp32"``, ``"bf16"``, ``"fp16"``, ``"int8"``, or ``"auto"``: fp16 on a CPU (fp32 for a model that
+            runs in transformers' modules), bf16 elsewhere.
         device: such as ``"cpu"`` or ``"cuda:0"``.
         tokenizer: a transformers tokenizer to use in place of the checkpoint's own.
 
@@ -112,9 +114,24 @@ def _device(device: str | torch.device) -> torch.device:
 def _weights(weights: str, device: torch.device) -> str:
     if weights not in WEIGHTS:
         raise InputError(f"weights={weights!r} is not known: use one of {', '.join(WEIGHTS[:-1])}")
-    if weights == "auto":
-        return "fp32" if device.type == "cpu" else "bf16"
-    return weights
+    if device.type == "cpu":
+        return weights
+    return "bf16" if weights == "auto" else weights
+
+
+def _packed(weights: str, device: torch.device) -> str:
+    """What our decoder is to use for ``weights``: packed fp16 or int8 on a CPU if its kernels are there."""
+    from slipstream.models.linear import PACKED, packed_kernels
+
+    if device.type != "cpu" or weights not in ("auto", *PACKED):
+        return weights
+    if packed_kernels():
+        return "fp16" if weights == "auto" else weights
+    warnings.warn(
+        f"this torch has no packed {weights.replace('auto', 'fp16')} kernels for this processor; using fp32",
+        stacklevel=2,
+    )
+    return "fp32"
 
 
 def _find(name: str) -> Path:
@@ -197,7 +214,7 @@ def _open_gguf(file: Path, name: str, weights: str, device: torch.device, tokeni
         config,
         lambda: source.tensor,
         name=name,
-        weights=weights,
+        weights=_packed(weights, device),
         device=device,
         eos_token_ids=source.eos_token_ids(),
         tokenizer=tokenizer,
@@ -233,6 +250,7 @@ class _Folder:
             tokenizer = self._tokenizer()
         settings = config.to_dict()
         if unsupported(settings) is not None:
+            weights = "fp32" if weights == "auto" else weights
             self._check_adaptable(config, weights)
             load: Callable[[], Model] = partial(self._adapted, config, weights, device, tokenizer)
             return Checkpoint(self.name, settings, tokenizer, None, load)
@@ -242,7 +260,7 @@ class _Folder:
             settings,
             partial(_tensors, files),
             name=self.name,
-            weights=weights,
+            weights=_packed(weights, device),
             device=device,
             eos_token_ids=self._eos_token_ids(config, tokenizer),
             tokenizer=tokenizer,
