@@ -355,11 +355,12 @@ def start(
     k: int = 4,
     stop_ids: Sequence[int] = (),
     seed: int = 0,
+    coupled: bool = False,
     **params: Any,
 ) -> Decoder:
     """A decoder of one request, without texts: what SpeculativeDecoding builds inside."""
     given = SamplingParams(**params)
-    sampler = Sampler(given, len(prompt), stop_ids, seed)
+    sampler = Sampler(given, len(prompt), stop_ids, seed, coupled=coupled)
     limit = min(len(prompt) + given.max_new_tokens, target.max_positions or 10**9)
     return Decoder(target, drafter.start(sampler), sampler, k, limit)
 

@@ -377,7 +377,7 @@ def drafters(sequence: Sequence[int]) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize("k", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("k", [1, 2, 5])
 @pytest.mark.parametrize(
     "settings",
     [
@@ -392,10 +392,10 @@ def drafters(sequence: Sequence[int]) -> list[Any]:
 )
 def test_processors_give_what_plain_decoding_gives(settings: dict[str, Any], k: int) -> None:
     """P1, P3. Penalties knew only of tokens from before the round, or also of rejected ones."""
-    plain, _ = decode(model(), NoDrafter(), PROMPT, max_new_tokens=40, **settings)
-    assert plain != ANSWER[:40], "the processor changed nothing"
+    plain, _ = decode(model(), NoDrafter(), PROMPT, max_new_tokens=25, **settings)
+    assert plain != ANSWER[:25], "the processor changed nothing"
     for drafter in drafters([*PROMPT, *plain]):
-        assert decode(model(), drafter, PROMPT, k=k, max_new_tokens=40, **settings)[0] == plain
+        assert decode(model(), drafter, PROMPT, k=k, max_new_tokens=25, **settings)[0] == plain
 
 
 @pytest.mark.parametrize("k", [0, 1, 3, 5])
@@ -501,14 +501,19 @@ def test_a_draft_that_is_bad_from_the_start() -> None:
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("value", [math.nan, INF])
 @pytest.mark.parametrize("k", [0, 1, 4])
+@pytest.mark.parametrize("coupled", [False, True])
 def test_bad_logits_of_the_target_are_an_error_that_names_the_position(
-    k: int, value: float, temperature: float
+    coupled: bool, k: int, value: float, temperature: float
 ) -> None:
-    """An argmax over NaN is a token like any other."""
+    """An argmax over NaN is a token like any other, and a draft that proposes just that token went on from there."""
+    settings = {"k": k, "max_new_tokens": 30, "temperature": temperature, "coupled": coupled}
+    sequence = [*PROMPT, *decode(model(), NoDrafter(), PROMPT, **settings)[0]]
     for bad in (3, 4, 7, 10):
         target = TableModel(spoiled(LAW, value, lambda tokens, bad=bad: len(tokens) == bad), V)
-        with pytest.raises(ModelError, match=f"position {bad} "):
-            decode(target, oracle(SEQUENCE), PROMPT, k=k, max_new_tokens=30, temperature=temperature)
+        for token in range(V):
+            forced = oracle([*sequence[:bad], token, *sequence[bad + 1 :]])
+            with pytest.raises(ModelError, match=f"position {bad} "):
+                decode(target, forced, PROMPT, **settings)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -97,9 +97,11 @@ class Decoder:
             drafted = torch.tensor(draft.tokens, dtype=torch.long)
             verdict = verify(probs, drafted, draft.probs, self.sampler.generator, self.rule)
         new = [*draft.tokens[: verdict.num_accepted], verdict.next_token]
-        if bool(probs[verdict.num_accepted].isnan().any()):
+        unusable = probs[: len(new), 0].isnan()
+        if bool(unusable.any()):
             # Behind tokens that stand, so plain decoding would be stuck here too: have the sampler say why.
-            self.sampler.probs(logits[len(new) - 1 : len(new)], [*tokens, *new[:-1]])
+            slot = int(unusable.long().argmax())
+            self.sampler.probs(logits[slot : slot + 1], extended[: len(tokens) + slot])
         return new, logits
 
     def _logprobs(self, logits: Tensor, kept: Sequence[int]) -> tuple[TokenLogprob, ...] | None:
