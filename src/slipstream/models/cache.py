@@ -11,11 +11,12 @@ _FIRST_CAPACITY = 256
 
 
 class KeyValueCache:
-    """Keys and values of one sequence, one (2, layers, kv_heads, capacity, head_dim) tensor."""
+    """Keys and values of one sequence, one (layers, 2, kv_heads, capacity, head_dim) tensor."""
 
     def __init__(self, layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
         self.length = 0
-        self._store = torch.empty(2, layers, kv_heads, 0, head_dim, dtype=dtype, device=device)
+        self._store = torch.empty(layers, 2, kv_heads, 0, head_dim, dtype=dtype, device=device)
+        self._layers: list[tuple[Tensor, Tensor]] = []
 
     def reserve(self, length: int) -> None:
         """Make room for ``length`` positions."""
@@ -27,6 +28,8 @@ class KeyValueCache:
         store = torch.empty(shape, dtype=self._store.dtype, device=self._store.device)
         store[:, :, :, : self.length] = self._store[:, :, :, : self.length]
         self._store = store
+        # Views made once: a decode step should not spend its time on slicing.
+        self._layers = [(keys, values) for keys, values in store]
 
     def append(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Write one layer's ``keys`` and ``values`` (kv_heads, n, head_dim) behind ``length``, which stays as it is.
@@ -34,10 +37,11 @@ class KeyValueCache:
         Returns:
             That layer's keys and values up to and with the new ones, (kv_heads, length + n, head_dim).
         """
-        end = self.length + keys.shape[1]
-        self._store[0, layer, :, self.length : end] = keys
-        self._store[1, layer, :, self.length : end] = values
-        return self._store[0, layer, :, :end], self._store[1, layer, :, :end]
+        count = keys.shape[1]
+        all_keys, all_values = self._layers[layer]
+        all_keys.narrow(1, self.length, count).copy_(keys)
+        all_values.narrow(1, self.length, count).copy_(values)
+        return all_keys.narrow(1, 0, self.length + count), all_values.narrow(1, 0, self.length + count)
 
     def truncate(self, length: int) -> None:
         """Forget everything from position ``length`` on."""

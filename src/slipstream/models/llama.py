@@ -163,27 +163,29 @@ class LlamaModel:
             turning = torch.cat((self._normed(q, layer.query_norm), self._normed(k, layer.key_norm)))
         turned = _rotated(turning, to.rotation)
         keys, values = to.cache.append(to.layer, turned[self.heads :], v)
-        q = turned[: self.heads] * self.head_dim**-0.5
+        q = turned[: self.heads]
         mix = self._mixed_by_row if self._by_row else self._mixed
         return layer.out(mix(q, keys, values, to.mask).transpose(0, 1).reshape(n, -1))
 
     def _mixed(self, q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
-        """softmax(q k^T + mask) v: q (H, n, d), keys and values (G, total, d) -> (H, n, d)."""
+        """softmax(q k^T / sqrt(d) + mask) v: q (H, n, d), keys, values (G, total, d), mask (n, total) -> (H, n, d)."""
         # The queries that share a key/value head are further rows of one product with it.
-        scores = torch.bmm(q.reshape(self.kv_heads, -1, self.head_dim), keys.transpose(1, 2))
-        if mask is not None:
-            scores = (scores.view(*q.shape[:2], -1) + mask).view(scores.shape)
+        rows, keys, scale = q.reshape(self.kv_heads, -1, self.head_dim), keys.transpose(1, 2), self.head_dim**-0.5
+        if mask is None:
+            scores = torch.bmm(rows * scale, keys)
+        else:
+            mask = mask.expand(self.heads // self.kv_heads, *mask.shape).reshape(-1, mask.shape[-1])
+            scores = torch.baddbmm(mask, rows, keys, alpha=scale)
         return torch.bmm(torch.softmax(scores, dim=-1), values).view(q.shape)
 
     def _mixed_by_row(self, q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
         """The same, every row by itself over just the keys up to it: its position alone decides the shapes."""
         first = keys.shape[1] - q.shape[1] + 1
-        rows = [
-            self._mixed(
-                row, keys[:, : first + i], values[:, : first + i], None if mask is None else mask[i, : first + i]
-            )
-            for i, row in enumerate(q.split(1, dim=1))
-        ]
+        rows = []
+        for i, row in enumerate(q.split(1, dim=1)):
+            seen = first + i
+            row_mask = None if mask is None else mask[i : i + 1, :seen]
+            rows.append(self._mixed(row, keys[:, :seen], values[:, :seen], row_mask))
         return torch.cat(rows, dim=1)
 
     def _mask(self, start: int, end: int, window: int | None) -> Tensor | None:
@@ -257,9 +259,8 @@ def _windows(config: Mapping[str, Any]) -> list[int | None]:
 
 def _rotated(heads: Tensor, rotation: Tensor) -> Tensor:
     """Rotary embedding of ``heads`` (any, n, d) by ``rotation`` (2, n, d), cosines and signed sines."""
-    half = heads.shape[-1] // 2
-    swapped = torch.cat((heads[..., half:], heads[..., :half]), dim=-1)
-    return heads * rotation[0] + swapped * rotation[1]
+    swapped = heads.roll(heads.shape[-1] // 2, dims=-1)
+    return torch.addcmul(heads * rotation[0], swapped, rotation[1])
 
 
 class _Rope:
