@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import doctest
+import importlib
 import json
 import os
 import pty
@@ -207,6 +209,13 @@ def test_tidy_leaves_nothing_that_is_not_json() -> None:
     given = {"a": (1.23456789, float("inf"), float("nan"), None), 2: spread([1.0])}
     text = json.dumps(tidy(given), allow_nan=False)
     assert json.loads(text)["a"] == [1.23457, None, None, None]
+
+
+@pytest.mark.parametrize("module", ["spread", "document"])
+def test_examples(module: str) -> None:
+    found = doctest.testmod(importlib.import_module(f"slipstream.measure.{module}"))
+    assert found.attempted > 0
+    assert found.failed == 0
 
 
 # --- order ------------------------------------------------------------------------------------------------------------

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from slipstream.cli.memory import peak_bytes, reset_peak
 from slipstream.cli.screen import Part, Screen
+from slipstream.measure.memory import peak_bytes, reset_peak
 
 if TYPE_CHECKING:
     from slipstream.speculative import SpeculativeDecoding

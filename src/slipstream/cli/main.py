@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from importlib import import_module
 from typing import Any, NoReturn
 
@@ -17,6 +18,7 @@ from slipstream.errors import InputError, SlipstreamError
 
 #: Name of a command, which is also its module's, and what it does. Adding a command is one file and one line here.
 COMMANDS = {
+    "bench": "Measure what drafts gain on this machine, beside other engines.",
     "demo": "See it work: one answer on a small real model, plain and then speculative.",
     "generate": "Answer a prompt, speculatively.",
     "models": "List the models in the cache, or fetch one.",
@@ -100,8 +102,13 @@ def cli(ctx: click.Context) -> None:
         click.echo(ctx.get_help())
 
 
+def _warn(message: Warning | str, *_: object, **__: object) -> None:
+    click.echo(f"slipstream: {' '.join(str(message).split())}", err=True)
+
+
 def main() -> NoReturn:
     """The console script."""
+    warnings.showwarning = _warn
     for stream in (sys.stdout, sys.stderr):
         # A model writes emoji also where the terminal's encoding has none.
         if hasattr(stream, "reconfigure"):

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 
-from slipstream.cli import memory
 from slipstream.cli.prompt import Prompt
 from slipstream.cli.screen import Screen, console, is_terminal, legend
 from slipstream.errors import InputError
+from slipstream.measure import memory
 
 if TYPE_CHECKING:
     from slipstream.cli.answer import Answer

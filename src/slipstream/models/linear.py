@@ -162,6 +162,15 @@ def embedding_dtype(weights: str) -> torch.dtype:
     return DENSE.get(weights, torch.float16)
 
 
+def stored_bytes(weights: str, dimensions: int) -> int:
+    """Bytes of one number of a tensor: matrices are stored as ``weights`` says, vectors like activations."""
+    if weights == "int8":
+        return 1 if dimensions > 1 else 4
+    if dimensions > 1 or weights not in PACKED:
+        return DENSE[weights].itemsize
+    return 4
+
+
 def make_linear(weight: Tensor, bias: Tensor | None, weights: str) -> Linear:
     """A layer computing x W^T + b.
 

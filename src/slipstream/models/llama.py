@@ -22,7 +22,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from slipstream.errors import InputError
 from slipstream.models.cache import KeyValueCache
-from slipstream.models.linear import Linear, activation_dtype, embedding_dtype, make_linear
+from slipstream.models.linear import Linear, activation_dtype, embedding_dtype, make_linear, stored_bytes
 
 #: (name in the Hugging Face layout) -> tensor; raises KeyError if there is none.
 Tensors = Callable[[str], Tensor]
@@ -73,6 +73,8 @@ class _Attended:
 
 class LlamaModel:
     """Weights and the forward pass. All state of a sequence is in its cache.
+
+    ``weight_bytes`` counts what one decode step has to read: every weight but the embedding table.
 
     Args:
         config: a config.json that ``unsupported`` has nothing against.
@@ -202,7 +204,9 @@ class LlamaModel:
 
     def _load(self, config: Mapping[str, Any], tensor: Tensors) -> None:
         def dense(name: str) -> Tensor:
-            return tensor(name).to(self.device, self._dtype)
+            loaded = tensor(name).to(self.device, self._dtype)
+            self.weight_bytes += loaded.numel() * stored_bytes(self.weights, loaded.ndim)
+            return loaded
 
         def optional(name: str) -> Tensor | None:
             try:
@@ -216,6 +220,7 @@ class LlamaModel:
             bias = None if biases[0] is None else torch.cat([b for b in biases if b is not None])
             return make_linear(weight, bias, self.weights)
 
+        self.weight_bytes = 0
         windows = _windows(config)
         self._windows = set(windows)
         self._layers = [
@@ -233,8 +238,11 @@ class LlamaModel:
             for i, window in enumerate(windows)
         ]
         self._norm = dense("model.norm.weight")
+        tied, before = bool(config.get("tie_word_embeddings")), self.weight_bytes
         embedding = dense("model.embed_tokens.weight")
-        head = embedding if config.get("tie_word_embeddings") else dense("lm_head.weight")
+        if not tied:
+            self.weight_bytes = before  # a step reads a few rows of it
+        head = embedding if tied else dense("lm_head.weight")
         self._head = make_linear(head, None, self.weights)
         self._embedding = embedding.to(embedding_dtype(self.weights))
         self.embedding_size = len(embedding)
