@@ -19,7 +19,7 @@ demo: setup ## one answer, plain and then speculative, on a small real model
 	@$(BIN)/slipstream demo
 
 model: setup
-	@$(BIN)/slipstream models fetch smollm2-135m
+	@test "$(SLIPSTREAM_SKIP_REAL_WEIGHTS)" = 1 || $(BIN)/slipstream models fetch smollm2-135m
 
 test: model ## every test but the slow ones (PYTEST_ARGS='-k name')
 	$(OFFLINE) $(BIN)/python -m pytest -m "not slow" $(PYTEST_ARGS)

@@ -49,7 +49,7 @@ def never_loads(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: object, **kwargs: object) -> None:
         raise AssertionError("a model was loaded before the options were checked")
 
-    monkeypatch.setattr("slipstream.models.load.load_model", refuse)
+    monkeypatch.setattr("slipstream.models.load.open_checkpoint", refuse)
 
 
 class Terminal(io.StringIO):
@@ -122,6 +122,7 @@ def refused(result: Result, *fragments: str) -> None:
         (["-p", "a", "--weights", "fp12"], "'fp12'"),
         (["-p", "a", "--draft-weights", "fp12"], "'fp12'"),
         (["-p", "a", "--threads", "0"], "--threads 0"),
+        (["-p", "a", "--threads", "100000000"], "1 to 1024"),
         (["-p", "a", "--compare", "--draft", "none"], "--compare"),
         (["-p", "a", "--compare", "-k", "0"], "--compare"),
         (["-p", "a", "--svg", "/no/such/folder/a.svg"], "/no/such/folder/a.svg"),
@@ -131,6 +132,13 @@ def refused(result: Result, *fragments: str) -> None:
 )
 def test_bad_options_are_refused_before_a_model_is_loaded(args: list[str], fragment: str) -> None:
     refused(invoke("generate", "model", *args), fragment)
+
+
+@pytest.mark.usefixtures("never_loads")
+def test_picture_that_cannot_be_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It showed after minutes of work, as a traceback."""
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    refused(invoke("generate", "model", "-p", "a", "--svg", tmp_path / "a.svg"), "a.svg", "cannot be written")
 
 
 @pytest.mark.usefixtures("never_loads")
@@ -214,6 +222,19 @@ def test_chat_without_a_template(tmp_path: Path) -> None:
     tokenizer.chat_template = None
     folder = save_checkpoint(tmp_path / "plain", tokenizer)
     refused(invoke("generate", folder, "-p", "a", "--chat"), "no chat template")
+
+
+def test_template_that_takes_no_system_message(tmp_path: Path) -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}x"
+    folder = save_checkpoint(tmp_path / "strict", tokenizer)
+    refused(invoke("generate", folder, "-p", "a", "--system", "b"), "no system")
+    assert invoke("generate", folder, "-p", "a", "--chat", "-n", 1).exit_code == 0
+
+
+def test_argument_that_is_not_utf_8(tiny_checkpoint: Path) -> None:
+    """Python hands such bytes on as halves of surrogate pairs, which no tokenizer takes."""
+    refused(invoke("generate", tiny_checkpoint, "-p", os.fsdecode(b"caf\xe9")), "not Unicode")
 
 
 # --- answers ------------------------------------------------------------------------------------------------------
@@ -351,6 +372,31 @@ def test_reader_of_the_pipe_leaves(long_checkpoint: Path) -> None:
     process.stderr.close()
     assert process.wait(timeout=60) == 141
     assert stderr == b""
+
+
+@pytest.mark.skipif(os.name != "posix", reason="closes streams as a POSIX shell does")
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_streams_that_the_caller_closed(tiny_checkpoint: Path, closed: str) -> None:
+    """Python has None in their place."""
+    command = [sys.executable, "-c", PROGRAM, "generate", str(tiny_checkpoint), "-p", "the", "-n", "3"]
+    done = subprocess.run(["sh", "-c", f'"$@" {closed}', "sh", *command], capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert b"Traceback" not in done.stderr
+    assert bool(done.stdout) == (">&-" not in closed.replace("2>&-", ""))
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a disk that is always full")
+@pytest.mark.parametrize("args", [["models"], ["--help"], ["models", "--json"]])
+def test_a_full_disk(args: list[str]) -> None:
+    with Path("/dev/full").open("w") as full:
+        process = spawn(*args, stdout=full, stderr=subprocess.PIPE)
+        _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert stderr.decode().splitlines() == ["slipstream: cannot go on: No space left on device"]
+    with Path("/dev/full").open("w") as full:
+        process = spawn("genrate", stdout=subprocess.PIPE, stderr=full)
+        stdout, _ = process.communicate(timeout=60)
+    assert (process.returncode, stdout) == (1, b"")
 
 
 # --- colours ------------------------------------------------------------------------------------------------------

@@ -290,6 +290,76 @@ def test_folder_that_is_no_model(tmp_path: Path, folder: Path) -> None:
         assert str(folder / "config.json") in refusal(folder)
 
 
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [
+        ({"model_type": ["llama"]}, "type"),
+        ({"model_type": 3}, "type"),
+        ({"architectures": "LlamaForCausalLM"}, "architectures"),
+        ({"architectures": [3]}, "architectures"),
+        ({"hidden_size": "big"}, "hidden_size"),
+        ({"num_attention_heads": 0}, "config.json"),
+        ({"num_key_value_heads": 3}, "heads"),
+        ({"num_key_value_heads": 4}, "k_proj"),
+        ({"num_hidden_layers": 3}, r"lacks the tensor model.layers.2"),
+        ({"head_dim": 4}, "q_proj"),
+        ({"quantization_config": 3}, "config.json"),
+    ],
+)
+def test_config_without_sense(folder: Path, changes: dict[str, Any], word: str) -> None:
+    """Each ended in an error of Python or of torch, some of them only in the first pass."""
+    edit(folder / "config.json", **changes)
+    message = refusal(folder)
+    assert str(folder) in message
+    assert word in message
+
+
+@pytest.mark.parametrize("changes", [{"hidden_act": "nope"}, {"rope_parameters": {"rope_type": "nope"}}])
+def test_config_that_transformers_cannot_make_a_model_of(
+    folder: Path, changes: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """A KeyError of transformers, whose message is the key alone."""
+    edit(folder / "config.json", **changes)
+    with pytest.raises(InputError, match=r"cannot be loaded by transformers \(KeyError 'nope'\)"):
+        load_model(folder)
+
+
+@pytest.mark.parametrize("ids", ["x", [1, [2]], 1.5, True])
+def test_end_tokens_that_are_no_ids(folder: Path, ids: Any) -> None:
+    """A text was taken for an id that never comes."""
+    edit(folder / "generation_config.json", eos_token_id=ids)
+    assert "eos_token_id" in refusal(folder)
+
+
+def test_name_that_is_missing(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """An unset variable of the shell was taken for the current folder."""
+    monkeypatch.chdir(folder)
+    for name in ("", " "):
+        assert "has no name" in refusal(name)
+
+
+def test_link_to_nothing(tmp_path: Path) -> None:
+    """Was looked for on the model hub; one that leads round in a circle too."""
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    (tmp_path / "gone").symlink_to(tmp_path / "nowhere")
+    for link in ("loop", "gone"):
+        assert "link to nothing" in refusal(tmp_path / link)
+
+
+def test_weights_that_may_not_be_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = Path.open
+
+    def refuse(self: Path, *args: Any, **kwargs: Any) -> Any:
+        if self.suffix == ".safetensors":
+            raise PermissionError(13, "Permission denied", str(self))
+        return opened(self, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "open", refuse)
+    message = refusal(folder)
+    assert str(folder / "model.safetensors") in message
+    assert "Permission denied" in message
+
+
 def test_folder_without_weights(folder: Path) -> None:
     """A clone without large-file support, or an interrupted download."""
     (folder / "model.safetensors").unlink()
@@ -302,8 +372,9 @@ def test_missing_shard(tmp_path: Path) -> None:
     gone = sorted((tmp_path / "m").glob("*.safetensors"))[1]
     gone.unlink()
     assert str(gone) in refusal(tmp_path / "m")
-    (tmp_path / "m" / "model.safetensors.index.json").write_text("{}")
-    assert "index.json" in refusal(tmp_path / "m")
+    for index in ("{}", "[]", "", '{"weight_map": {"a": 3}}', '{"weight_map": {"a": ["b"]}}', '{"weight_map": []}'):
+        (tmp_path / "m" / "model.safetensors.index.json").write_text(index)
+        assert "index.json" in refusal(tmp_path / "m")
 
 
 def test_truncated_safetensors(folder: Path) -> None:
@@ -342,8 +413,13 @@ def test_pickled_code_is_not_run(folder: Path, tmp_path: Path) -> None:
 
 
 def test_missing_tensor(folder: Path) -> None:
-    """Weights of another model beside this config."""
+    """Weights of another model beside this config; pickled ones tell only when they are read."""
+    from safetensors.torch import load_file
+
     edit(folder / "config.json", num_hidden_layers=3)
+    assert "lacks the tensor model.layers.2" in refusal(folder)
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
     with pytest.raises(InputError, match=r"lacks the tensor model\.layers\.2"):
         load_model(folder)
 

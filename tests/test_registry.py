@@ -212,6 +212,34 @@ def test_resolve_and_list(cache: Path, tiny_checkpoint: Path) -> None:
     assert found[1].path == cache / "a.v1.gguf"
 
 
+def test_what_may_not_be_read(cache: Path, tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One folder without permission made listing the cache end in a traceback."""
+    cache.mkdir()
+    write_gguf(cache / "a.gguf")
+    (cache / "secret").mkdir()
+    is_file, closed = Path.is_file, {cache / "secret" / "config.json"}
+
+    def checked(self: Path) -> bool:
+        if self in closed:
+            raise PermissionError(13, "Permission denied", str(self))
+        return is_file(self)
+
+    monkeypatch.setattr(Path, "is_file", checked)
+    assert [entry.name for entry in list_models()] == ["a"]
+    closed.add(cache / tiny / "config.json")
+    with pytest.raises(InputError, match="Permission denied"):
+        fetch(tiny)
+    monkeypatch.setenv("SLIPSTREAM_CACHE", str(cache / "a.gguf"))
+    assert list_models() == []
+
+    def refuse(self: Path) -> None:
+        raise PermissionError(13, "Permission denied", str(self))
+
+    monkeypatch.setattr(Path, "iterdir", refuse)
+    with pytest.raises(InputError, match="SLIPSTREAM_CACHE"):
+        list_models()
+
+
 def test_resolve_stays_inside_the_cache(cache: Path) -> None:
     """A name is a name: a path with the same ending must not be taken from elsewhere."""
     cache.mkdir()

@@ -322,6 +322,21 @@ def test_processors_apply_in_their_order() -> None:
     assert close(row, torch.softmax(torch.tensor([1, 2, -INF], dtype=torch.float64), -1))
 
 
+@pytest.mark.parametrize(
+    ("returned", "word"),
+    [
+        (lambda row: None, "NoneType"),
+        (lambda row: row.numpy(), "ndarray"),
+        (lambda row: row[:3], r"shape \(3,\)"),
+        (lambda row: row.unsqueeze(0), r"shape \(1, "),
+    ],
+)
+def test_a_processor_that_returns_no_row_is_refused(returned: Any, word: str) -> None:
+    """A shorter row was sampled from; others ended in errors about arrays that the user never saw."""
+    with pytest.raises(InputError, match=f"logits_processors.*{word}"):
+        probs(normal(1), logits_processors=[lambda _, row: returned(row)])
+
+
 def test_the_logits_are_left_alone() -> None:
     """A penalty computed in place changed the logits that log-probabilities are read from."""
 

@@ -240,12 +240,20 @@ def test_kinds_of_drafts() -> None:
         assert spec_of(draft=made).complete(PROMPT, max_new_tokens=30)[0].tokens == tuple(ANSWER[:30])
 
 
-@pytest.mark.parametrize("wrong", [5, object(), [1], True])
+@pytest.mark.parametrize("wrong", [5, object(), [1], True, torch.zeros(9, 9), torch.zeros(9).numpy(), TableModel])
 def test_what_is_no_model_is_refused(wrong: Any) -> None:
-    with pytest.raises(InputError):
+    """The repr of an array or of a module filled the screen, and comparing an array with a name was an error."""
+    with pytest.raises(InputError, match=r"target_model= is a .{,80}; use"):
         SpeculativeDecoding(wrong, None)
-    with pytest.raises(InputError, match="draft_model="):
+    with pytest.raises(InputError, match=r"draft_model= is a .{,80}; use"):
         SpeculativeDecoding(toy(), wrong)
+
+
+@pytest.mark.parametrize("wrong", [5, "path/to/tokenizer", {}])
+def test_what_is_no_tokenizer_is_refused(wrong: Any) -> None:
+    """It was found when the first text went in or out."""
+    with pytest.raises(InputError, match="tokenizer= is a"):
+        spec_of(tokenizer=wrong)
 
 
 def test_paths_that_do_not_exist_are_refused(tmp_path: Path) -> None:
@@ -404,6 +412,20 @@ def test_no_rejection_sampling_and_a_temperature_contradict_each_other() -> None
     assert output.tokens == tuple(ANSWER[:20])
 
 
+@pytest.mark.parametrize("wrong", [0, 1, "yes"])
+def test_rejection_sampling_is_yes_or_no(wrong: Any) -> None:
+    """0 is not False: it passed, and was ignored."""
+    with pytest.raises(InputError, match="rejection_sampling="):
+        spec_of(rejection_sampling=wrong)
+
+
+@pytest.mark.parametrize("wrong", [{"seed": 1}, "seed", 7])
+def test_what_is_no_params_is_refused(wrong: Any) -> None:
+    for call in (spec_of().complete, spec_of().stream):
+        with pytest.raises(InputError, match="params= is a"):
+            call(PROMPT, wrong)
+
+
 # --- prompts ----------------------------------------------------------------------------------------------------------
 
 
@@ -421,6 +443,11 @@ def test_prompts_in_every_form(target: Any) -> None:
         assert same(alone, expected)
         assert same(spec.stream(single).finish(), expected)
     assert same(spec.complete(torch.tensor(ids))[0], text)
+    assert same(spec.stream(torch.tensor([ids])).finish(), text)
+    for numbers in (list(torch.tensor(ids)), list(torch.tensor(ids).numpy())):
+        (alone,) = spec.complete(numbers)
+        assert same(alone, text)
+    assert len(spec.complete([torch.tensor([5]), torch.tensor([6])])) == 2
     assert spec.complete([]) == []
 
 
@@ -443,6 +470,8 @@ def test_what_is_no_prompt_is_refused(target: Any, prompt: Any) -> None:
             call(prompt)
     with pytest.raises(InputError, match="neither"):
         spec.complete(target.tokenizer(["the cat"]))
+    with pytest.raises(InputError, match=r"unpack it: generate\(\*\*tokenizer"):
+        spec.generate(target.tokenizer("the cat", return_tensors="pt"))
 
 
 @pytest.mark.parametrize("prompt", ["", []])

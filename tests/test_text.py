@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -306,9 +307,19 @@ def test_ids_are_taken_as_they_are() -> None:
     import numpy as np
     import torch
 
-    for given in ([1, 1, 2], (1, 1, 2), torch.tensor([1, 1, 2]), np.array([1, 1, 2])):
+    one_row = torch.tensor([[1, 1, 2]])
+    for given in (
+        [1, 1, 2],
+        (1, 1, 2),
+        one_row[0],
+        one_row,
+        np.array([1, 1, 2]),
+        list(one_row[0]),
+        list(np.int32([1, 1, 2])),
+    ):
         assert encode(given, None) == (1, 1, 2)
         assert encode(given, BYTES) == (1, 1, 2)
+        assert {type(token) for token in encode(given, None)} == {int}
     assert encode([], None) == ()
 
 
@@ -328,8 +339,25 @@ def test_ids_are_taken_as_they_are() -> None:
         (BYTES("the"), BYTES, "neither"),
         (CHAT[0], BYTES, "neither"),
         (None, BYTES, "neither"),
+        ([[1, 2]], BYTES, "neither"),
+        ("", BYTES, "empty"),
+        ("a\udcff", BYTES, "character 1"),
+        ([{"role": "user", "content": "\udcff"}], BYTES, "chat template"),
     ],
 )
 def test_what_is_no_prompt_is_refused(prompt: Any, tokenizer: Any, word: str) -> None:
     with pytest.raises(InputError, match=word):
         encode(prompt, tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("template", "word"),
+    [("{{ raise_exception('no\\nsystem') }}", "no system"), ("{% for %}", "Expected"), ("{{ x.y.z }}", "x")],
+)
+def test_a_template_that_does_not_take_the_messages(template: str, word: str) -> None:
+    """Many templates refuse a system message; what jinja raises is no error of ours."""
+    tokenizer = copy.copy(BYTES)
+    tokenizer.chat_template = template
+    with pytest.raises(InputError, match=word) as caught:
+        encode(CHAT, tokenizer)
+    assert "\n" not in str(caught.value)

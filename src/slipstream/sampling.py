@@ -135,7 +135,7 @@ class Sampler:
         if self.stop_ids and len(output) < p.min_new_tokens:
             row[_emittable(torch.tensor(sorted(self.stop_ids), device=row.device), row)] = -math.inf
         for processor in p.logits_processors:
-            row = processor(list(tokens), row)
+            row = _checked_row(processor(list(tokens), row), row.shape)
         return row
 
     def _filtered(self, probs: Tensor) -> Tensor:
@@ -214,6 +214,14 @@ def _is_id(value: Any) -> bool:
 
 def _is_bias(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and value < math.inf
+
+
+def _checked_row(row: Any, shape: torch.Size) -> Tensor:
+    """What a processor returned, if it is a row of logits."""
+    if isinstance(row, Tensor) and row.shape == shape:
+        return row
+    what = f"a tensor of shape {tuple(row.shape)}" if isinstance(row, Tensor) else f"a {type(row).__name__}"
+    raise InputError(f"a function in logits_processors returned {what}; return the row of logits, shape {tuple(shape)}")
 
 
 def _emittable(ids: Tensor, row: Tensor) -> Tensor:

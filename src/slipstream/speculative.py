@@ -18,7 +18,7 @@ from slipstream.models.load import Checkpoint, open_checkpoint
 from slipstream.models.vocabulary import check_same_tokenizer
 from slipstream.sampling import Sampler, validate
 from slipstream.stats import count_rounds
-from slipstream.text import Ending, Prompt, encode
+from slipstream.text import Ending, Prompt, encode, token_id
 from slipstream.types import Output, Piece, Round, SamplingParams, Stats
 from slipstream.verify import check_rule
 
@@ -57,6 +57,12 @@ class SpeculativeDecoding:
     ) -> None:
         if type(k) is not int or k < 0:
             raise InputError(f"k={k!r} is not a number of draft tokens; use 0 (plain decoding) or a positive integer")
+        if rejection_sampling is not None and type(rejection_sampling) is not bool:
+            raise InputError(f"rejection_sampling={rejection_sampling!r} is not usable; use None, True or False")
+        if tokenizer is not None and not (callable(tokenizer) and hasattr(tokenizer, "decode")):
+            raise InputError(
+                f"tokenizer= is a {type(tokenizer).__name__}; pass what AutoTokenizer.from_pretrained returns"
+            )
         check_rule(rule)
         self.k = k
         self.rule = rule
@@ -64,11 +70,12 @@ class SpeculativeDecoding:
         self.rejection_sampling = rejection_sampling
         self.defaults = self._checked(_params(None, defaults))
         # Everything that can be known without weights is checked before any are read.
-        target, draft = _opened(target_model), draft_model if draft_model == "ngram" else _opened(draft_model)
+        by_name = isinstance(draft_model, str) and draft_model == "ngram"
+        target, draft = _opened(target_model), draft_model if by_name else _opened(draft_model)
         if not _is_model(target):
             raise InputError(
-                f"target_model={target_model!r} is not a model; use what load_model returns, a transformers model "
-                "or a path"
+                f"target_model= is a {_kind(target_model)}, which is not a model; use what load_model returns, a "
+                "transformers model or a path"
             )
         if _is_model(draft):
             check_same_tokenizer(target, draft)
@@ -297,11 +304,20 @@ def _bit_exact(model: Any) -> Any:
 
 
 def _is_model(model: Any) -> bool:
+    if isinstance(model, type):
+        return False
     return isinstance(model, Checkpoint) or (hasattr(model, "forward") and hasattr(model, "new_cache"))
+
+
+def _kind(value: Any) -> str:
+    """What to call an object in a message: many an object's repr fills a screen."""
+    return f"class {value.__name__}" if isinstance(value, type) else type(value).__name__
 
 
 def _params(params: SamplingParams | None, overrides: Mapping[str, Any]) -> SamplingParams:
     """``overrides`` on top of ``params``, remembering which fields were given at all."""
+    if params is not None and not isinstance(params, SamplingParams):
+        raise InputError(f"params= is a {_kind(params)}; pass SamplingParams(...), or its fields by name")
     known = {f.name for f in fields(SamplingParams)}
     for name in overrides:
         if name not in known:
@@ -310,6 +326,8 @@ def _params(params: SamplingParams | None, overrides: Mapping[str, Any]) -> Samp
 
 
 def _tensor(name: str, given: Any) -> Tensor:
+    if isinstance(given, Mapping):
+        raise InputError(f"{name} is a {_kind(given)}, not token ids; unpack it: generate(**tokenizer(...))")
     try:
         return torch.as_tensor(given)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -321,7 +339,7 @@ def _several(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     given = prompts.tolist() if hasattr(prompts, "tolist") else prompts
     if isinstance(given, str | bytes) or not isinstance(given, Sequence):
         return [cast(Prompt, given)]
-    if given and isinstance(given[0], int | Mapping):
+    if given and (isinstance(given[0], Mapping) or token_id(given[0]) is not None):
         return [cast(Prompt, given)]
     return list(cast(Sequence[Prompt], given))
 

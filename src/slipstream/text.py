@@ -5,8 +5,9 @@ Everything here advances token by token, so that it cannot matter how tokens wer
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from slipstream.errors import InputError
 from slipstream.types import FinishReason
@@ -21,27 +22,65 @@ def encode(prompt: Prompt, tokenizer: Any | None) -> tuple[int, ...]:
     """A prompt's ids, with special tokens exactly once.
 
     Raises:
-        InputError: text without a tokenizer, messages without a chat template, or something else altogether.
+        InputError: empty text, text without a tokenizer, messages without a chat template or not to its liking, or
+            something else altogether.
     """
     if isinstance(prompt, str):
-        if tokenizer is None:
-            raise InputError("the prompt is text, but there is no tokenizer; pass tokenizer= or token ids")
-        # Text that a chat template has rendered begins with the BOS token already.
-        bos = getattr(tokenizer, "bos_token", None)
-        rendered = prompt.startswith(bos) if bos else False
-        return tuple(tokenizer(prompt, add_special_tokens=not rendered)["input_ids"])
+        return _encode_text(prompt, tokenizer)
     given = prompt.tolist() if hasattr(prompt, "tolist") else prompt
+    if getattr(prompt, "ndim", 1) == 2 and len(given) == 1:  # what a tokenizer returns for one text
+        given = given[0]
     items: list[Any] = list(given) if isinstance(given, Sequence) and not isinstance(given, bytes) else [None]
     if items and all(isinstance(m, Mapping) for m in items):
-        if tokenizer is None or getattr(tokenizer, "chat_template", None) is None:
-            raise InputError("the prompt is a list of messages, but there is no chat template; pass text or token ids")
-        ids = tokenizer.apply_chat_template(items, add_generation_prompt=True, tokenize=True, return_dict=False)
-        return tuple(ids)
-    if not all(isinstance(t, int) and not isinstance(t, bool) for t in items):
+        return _encode_messages(items, tokenizer)
+    ids = tuple(token_id(item) for item in items)
+    if None in ids:
         raise InputError(
             f"the prompt {str(prompt)[:60]!r} is neither text nor token ids nor chat messages; give one of these"
         )
-    return tuple(items)
+    return cast(tuple[int, ...], ids)
+
+
+def token_id(value: Any) -> int | None:
+    """An integer of Python, numpy or torch as an int; None for anything else."""
+    if type(value) is int:
+        return value
+    if isinstance(value, bool) or getattr(value, "ndim", 0) > 0:
+        return None
+    try:
+        return operator.index(value)
+    except TypeError:
+        return None
+
+
+def _encode_text(text: str, tokenizer: Any | None) -> tuple[int, ...]:
+    if not text:
+        raise InputError("the prompt is empty; write something to continue")
+    if tokenizer is None:
+        raise InputError("the prompt is text, but there is no tokenizer; pass tokenizer= or token ids")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InputError(
+            f"the prompt is not Unicode text (its character {error.start} is half of a pair); decode it as UTF-8"
+        ) from None
+    # Text that a chat template has rendered begins with the BOS token already.
+    bos = getattr(tokenizer, "bos_token", None)
+    rendered = text.startswith(bos) if bos else False
+    return tuple(tokenizer(text, add_special_tokens=not rendered)["input_ids"])
+
+
+def _encode_messages(messages: list[Any], tokenizer: Any | None) -> tuple[int, ...]:
+    if tokenizer is None or getattr(tokenizer, "chat_template", None) is None:
+        raise InputError("the prompt is a list of messages, but there is no chat template; pass text or token ids")
+    try:
+        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
+    except Exception as error:  # a template is a program that came with the model; many refuse a system message
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        raise InputError(
+            f"the model's chat template does not take these messages ({reason}); change them, or give text"
+        ) from error
+    return tuple(ids)
 
 
 class Detokenizer:

@@ -9,8 +9,10 @@ from __future__ import annotations
 import os
 import sys
 import warnings
+from contextlib import suppress
 from importlib import import_module
-from typing import Any, NoReturn
+from pathlib import Path
+from typing import Any, NoReturn, TextIO
 
 import click
 
@@ -69,6 +71,8 @@ class Commands(click.Group):
             code = _failed(str(error), 1)
         except BrokenPipeError:
             code = _reader_left()
+        except OSError as error:
+            code = _broke_off(error)
         sys.exit(code)
 
 
@@ -83,9 +87,24 @@ def _help_hint(error: click.UsageError) -> str:
 
 
 def _reader_left() -> int:
-    # The interpreter flushes stdout once more as it exits; that must not fail again.
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    _discard_rest(sys.stdout)
     return 141
+
+
+def _broke_off(error: OSError) -> int:
+    """A full disk, a file that went away; if it is stderr that fails, nobody can be told."""
+    what = f" with {error.filename}" if error.filename else ""
+    with suppress(OSError):
+        _failed(f"cannot go on{what}: {error.strerror or error}", 1)
+    _discard_rest(sys.stdout, sys.stderr)
+    return 1
+
+
+def _discard_rest(*streams: TextIO) -> None:
+    # The interpreter flushes them once more as it exits; that must not fail again.
+    for stream in streams:
+        with suppress(OSError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 @click.group(
@@ -106,9 +125,19 @@ def _warn(message: Warning | str, *_: object, **__: object) -> None:
     click.echo(f"slipstream: {' '.join(str(message).split())}", err=True)
 
 
+def _open_closed_streams() -> None:
+    """Python has None for a stream that the caller closed, and the next file opened would get its number."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, Path(os.devnull).open(mode))  # noqa: SIM115 (open to the end)
+
+
 def main() -> NoReturn:
     """The console script."""
+    _open_closed_streams()
     warnings.showwarning = _warn
+    # What transformers has to say of a config.json is for developers; what cannot be used is refused in our words.
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     for stream in (sys.stdout, sys.stderr):
         # A model writes emoji also where the terminal's encoding has none.
         if hasattr(stream, "reconfigure"):

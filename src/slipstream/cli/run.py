@@ -16,6 +16,7 @@ from slipstream.cli.prompt import Prompt
 from slipstream.cli.screen import Screen, console, is_terminal, legend
 from slipstream.errors import InputError
 from slipstream.measure import memory
+from slipstream.measure.files import check_writable
 
 if TYPE_CHECKING:
     from slipstream.cli.answer import Answer
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from slipstream.types import SamplingParams
 
 INTERRUPTED = 130
+#: Far more than any machine has use for; PyTorch crashes when the system gives it no more.
+MOST_THREADS = 1024
 
 
 @dataclass(frozen=True)
@@ -83,12 +86,10 @@ def check(task: Task) -> None:
         raise InputError(f"-k {task.k} is no number of draft tokens; use 0 (plain decoding) or more")
     if task.compare and task.plain:
         raise InputError("--compare needs a draft; give --draft ngram or a model, and -k 1 or more")
-    if task.threads is not None and task.threads < 1:
-        raise InputError(f"--threads {task.threads} is no number of threads; use 1 or more")
-    if task.svg is not None and not Path(task.svg).resolve().parent.is_dir():
-        raise InputError(f"--svg {task.svg!r} is in a folder that does not exist; make the folder first")
-    if task.svg is not None and Path(task.svg).is_dir():
-        raise InputError(f"--svg {task.svg!r} is a folder; give the path of a file")
+    if task.threads is not None and not 1 <= task.threads <= MOST_THREADS:
+        raise InputError(f"--threads {task.threads} is no number of threads; use 1 to {MOST_THREADS}")
+    if task.svg is not None:
+        check_writable("--svg", task.svg)
 
 
 def _open_both(task: Task) -> tuple[Checkpoint, Checkpoint | None]:

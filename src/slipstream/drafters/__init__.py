@@ -22,13 +22,16 @@ def make_drafter(draft: Any, target: Model) -> Drafter:
     """
     if draft is None:
         return NoDrafter()
-    if draft == "ngram":
+    if isinstance(draft, str) and draft == "ngram":
         return NgramDrafter()
-    if hasattr(draft, "start"):
+    made = not isinstance(draft, type)
+    if made and hasattr(draft, "start"):
         drafter: Drafter = draft
         return drafter
-    if hasattr(draft, "forward") and hasattr(draft, "new_cache"):
+    if made and hasattr(draft, "forward") and hasattr(draft, "new_cache"):
         return ModelDrafter(draft, target.vocab_size)
+    kind = type(draft).__name__ if made else f"class {draft.__name__}"
     raise InputError(
-        f"draft_model={draft!r} is not a drafter; use a model, a path, 'ngram', None, or an object with start()"
+        f"draft_model= is a {kind}, which is not a drafter; use a model, a path, 'ngram', None, or an object with "
+        "start()"
     )

@@ -348,6 +348,10 @@ class GGUFFile:
         """Hugging Face names of the tensors in the file."""
         return [name for stored in self._tensors if (name := _hf_name(stored)) is not None]
 
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of each tensor, by its Hugging Face name."""
+        return {name: self._tensors[_gguf_name(name)].shape for name in self.tensor_names()}
+
     def tensor(self, name: str) -> Tensor:
         """The tensor of this Hugging Face name, dequantised to float32 and with rows in Hugging Face order.
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from slipstream.errors import InputError
 from slipstream.models import registry
 from slipstream.models.base import Model
+from slipstream.models.shapes import Shape, first_misfit
 
 WEIGHTS = ("auto", "fp32", "bf16", "fp16", "int8", "fp64")
 """Names that ``load_model`` takes; not every one is to be had for every model and device."""
@@ -136,12 +137,18 @@ def _packed(weights: str, device: torch.device) -> str:
 
 def _find(name: str) -> Path:
     """The file or folder that ``name`` means."""
+    if not name.strip():  # an empty path would be the current folder
+        raise InputError(f"the model {name!r} has no name: give a model folder, a .gguf file, or a cached model's name")
     try:
         local = Path(name).expanduser()
         if local.exists():
             return local
+        if local.is_symlink():
+            raise InputError(f"the model {name} is a link to nothing: mend the link or give another path")
         if cached := registry.resolve(name):
             return cached
+    except InputError:
+        raise
     except (OSError, ValueError, RuntimeError) as error:  # too long, a null byte, no such user, not allowed
         raise InputError(f"the model {name} cannot be looked up ({_first_line(error)}): check the path") from error
     if name in registry.SOURCES:
@@ -206,6 +213,7 @@ def _open_gguf(file: Path, name: str, weights: str, device: torch.device, tokeni
     config = source.config()
     if reason := unsupported(config):
         raise InputError(f"{file} cannot be run from GGUF ({reason}): use the model's Hugging Face checkpoint instead")
+    _check_shapes(file, config, source.shapes())
     if tokenizer is None:
         tokenizer = source.tokenizer()
     load = partial(
@@ -245,11 +253,14 @@ class _Folder:
 
         config = self.config()
         files = _weight_files(self.path)
-        self._check_files(files)
+        shapes = self._shapes(files)
+        settings = config.to_dict()
+        ours = unsupported(settings) is None
+        if ours and shapes is not None:
+            _check_shapes(self.path, settings, shapes)
         if tokenizer is None:
             tokenizer = self._tokenizer()
-        settings = config.to_dict()
-        if unsupported(settings) is not None:
+        if not ours:
             weights = "fp32" if weights == "auto" else weights
             self._check_adaptable(config, weights)
             load: Callable[[], Model] = partial(self._adapted, config, weights, device, tokenizer)
@@ -284,7 +295,7 @@ class _Folder:
         if stated is None:
             raise InputError(f"the folder {self.path} has no config.json: give a model folder in Hugging Face layout")
         kind = stated.get("model_type")
-        if kind not in CONFIG_MAPPING:
+        if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
             why = "needs code of its own, which is not run" if "auto_map" in stated else "transformers does not know"
             raise InputError(f"{self.path} holds a model of type {kind!r}, which {why}: choose another model")
         try:
@@ -309,7 +320,8 @@ class _Folder:
             raise InputError(f"{self.path / file} does not hold a JSON object: repair or download it again")
         return value
 
-    def _check_files(self, files: list[Path]) -> None:
+    def _shapes(self, files: list[Path]) -> dict[str, Shape] | None:
+        """The shapes of all tensors, if the files are whole; None if their kind tells only when it is read."""
         if not files:
             raise InputError(
                 f"the folder {self.path} has a config.json and no weights (*.safetensors or pytorch_model*.bin): "
@@ -318,8 +330,9 @@ class _Folder:
         for file in files:
             if not file.is_file():
                 raise InputError(f"{file} is missing, though the model's index lists it: copy or download it again")
-            if file.suffix == ".safetensors":
-                _check_safetensors(file)
+        if files[0].suffix != ".safetensors":
+            return None
+        return {name: shape for file in files for name, shape in _safetensors_shapes(file).items()}
 
     def _tokenizer(self) -> Any | None:
         from transformers import AutoTokenizer
@@ -344,6 +357,10 @@ class _Folder:
             stated = self._json(file) or {}
             ids = stated.get("eos_token_id", stated.get("text_config", {}).get("eos_token_id"))
             if ids is not None:
+                if not all(type(i) is int for i in (ids if isinstance(ids, list) else [ids])):
+                    raise InputError(
+                        f"{self.path / file} has eos_token_id {ids!r}, which is no id or list of ids: repair it"
+                    )
                 return _unique(ids, own)
         return _unique(own if own is not None else config.get_text_config(decoder=True).eos_token_id)
 
@@ -357,7 +374,9 @@ class _Folder:
         placing: dict[str, Any] = {"device_map": device} if quantised else {"dtype": _DTYPES[weights]}
         try:
             loaded: Any = AutoModelForCausalLM.from_pretrained(self.path, trust_remote_code=False, **placing)
-        except (OSError, ValueError, ImportError, RuntimeError) as error:
+        except ImportError as error:
+            raise InputError(f"{self.path} needs another package ({_first_line(error)}): install it") from error
+        except Exception as error:  # whatever a config.json without sense leads to
             raise InputError(
                 f"{self.path} cannot be loaded by transformers ({_first_line(error)}): repair or download it again"
             ) from error
@@ -374,12 +393,17 @@ def _unique(*ids: int | Iterable[int] | None) -> tuple[int, ...]:
 
 
 def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:200].rstrip(".:")
+    said = str(error).strip()
+    if not said or isinstance(error, KeyError):  # of a KeyError only the key
+        said = f"{type(error).__name__} {said}"
+    return said.splitlines()[0][:200].rstrip(".: ")
 
 
 def _foreign_head(stated: Mapping[str, Any]) -> str | None:
     """Why the weights of a checkpoint with this config.json are not a causal language model's; None if they are."""
     classes = stated.get("architectures") or []
+    if not isinstance(classes, list) or not all(isinstance(name, str) for name in classes):
+        return f"its config.json has architectures {classes!r}, which is no list of names; repair or download it again"
     if not classes or any(name.endswith(_HEADS) for name in classes):
         return None
     return f"it holds the weights of a {classes[0]}, which is not a causal language model; choose one that is"
@@ -405,26 +429,35 @@ def _weight_files(folder: Path) -> list[Path]:
         index = folder / f"{stem}.{suffix}.index.json"
         if index.is_file():
             try:
-                names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
-            except (ValueError, KeyError, AttributeError) as error:
+                names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+                return [folder / name for name in sorted(names)]
+            except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
                 raise InputError(f"{index} cannot be read: copy or download it again") from error
-            return [folder / name for name in sorted(set(names))]
     return []
 
 
-def _check_safetensors(file: Path) -> None:
-    """Find a file that is cut short by its header alone."""
-    size = file.stat().st_size
+def _safetensors_shapes(file: Path) -> dict[str, Shape]:
+    """The shapes of a file's tensors; its header alone tells whether it is cut short."""
     try:
+        size = file.stat().st_size
         with file.open("rb") as start:
             (length,) = struct.unpack("<Q", start.read(8))
             header = json.loads(start.read(min(length, size)))
-        ends = [entry["data_offsets"][1] for key, entry in header.items() if key != "__metadata__"]
-        whole = 8 + length + max(ends, default=0)
+        header.pop("__metadata__", None)
+        whole = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
+        shapes = {name: tuple(entry["shape"]) for name, entry in header.items()}
+    except OSError as error:
+        raise InputError(f"{file} cannot be read ({error.strerror}): check its permissions") from error
     except (struct.error, ValueError, TypeError, KeyError, AttributeError):
         raise InputError(f"{file} is damaged or cut short in its header: copy or download it again") from None
     if size < whole:
         raise InputError(f"{file} is cut short ({size:,} bytes of {whole:,}): copy or download it again")
+    return shapes
+
+
+def _check_shapes(path: Path, config: Mapping[str, Any], shapes: Mapping[str, Shape]) -> None:
+    if misfit := first_misfit(config, shapes):
+        raise InputError(f"{path} {misfit}: download the model again")
 
 
 def _tensors(files: list[Path]) -> Callable[[str], Tensor]:

@@ -13,6 +13,7 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Literal
@@ -82,18 +83,32 @@ def resolve(name: str) -> Path | None:
 
 
 def list_models() -> list[Entry]:
-    """What is in the cache, by name; a model that was fetched is listed as a folder and as a file."""
+    """What is in the cache, by name; a model that was fetched is listed as a folder and as a file.
+
+    Raises:
+        InputError: the cache cannot be read.
+    """
     root = cache_folder()
-    found = []
-    for path in sorted(root.iterdir()) if root.is_dir() else ():
-        if path.name.startswith("."):
-            continue
+    try:
+        found = [_entry(path) for path in sorted(root.iterdir()) if not path.name.startswith(".")]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise InputError(
+            f"the model cache {root} cannot be read ({error.strerror}): set SLIPSTREAM_CACHE to another folder"
+        ) from error
+    return [entry for entry in found if entry is not None]
+
+
+def _entry(path: Path) -> Entry | None:
+    """The model at ``path``; None if there is none, or none that may be read."""
+    with suppress(PermissionError):
         if path.suffix == ".gguf" and path.is_file():
-            found.append(Entry(path.stem, path, path.stat().st_size, "gguf"))
-        elif (path / "config.json").is_file():
+            return Entry(path.stem, path, path.stat().st_size, "gguf")
+        if (path / "config.json").is_file():
             size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
-            found.append(Entry(path.name, path, size, "folder"))
-    return found
+            return Entry(path.name, path, size, "folder")
+    return None
 
 
 def fetch(name: str, progress: Progress = lambda _: None) -> Path:
@@ -109,9 +124,9 @@ def fetch(name: str, progress: Progress = lambda _: None) -> Path:
         raise InputError(f"there is no model {name!r} to fetch: choose one of {', '.join(SOURCES)}")
     root = cache_folder()
     folder, file = root / name, root / f"{name}.gguf"
-    if (folder / "config.json").is_file():
-        return folder
     try:
+        if (folder / "config.json").is_file():
+            return folder
         root.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{name}.", dir=root) as unfinished:
             if not file.is_file():
