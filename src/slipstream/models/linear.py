@@ -7,6 +7,7 @@ weights do not: fp16 weights with float32 activations, and 8-bit weights with on
 from __future__ import annotations
 
 import functools
+import math
 import warnings
 from typing import Protocol
 
@@ -97,8 +98,8 @@ class HalfLinear:
 class ByteLinear:
     """8-bit weights with a scale an output channel; activations of 7 bits, or of 14 in two parts.
 
-    Two parts: u = row / its absolute maximum; high = round(63 u) / 63; low = 126 (u - high). Both are rows of one call,
-    and y = (y_high + y_low / 126) x maximum. The scale is the row's own, so its neighbours do not matter.
+    Two parts: s = 63 row / its absolute maximum; high = round(s); low = 126 (s - high). Both are rows of one call, and
+    y = (y_high + y_low / 126) maximum / 63. The scale is the row's own, so its neighbours do not matter.
     """
 
     def __init__(self, packed: torch.ScriptObject, bias: Tensor | None, parts: int = 2) -> None:
@@ -119,15 +120,19 @@ class ByteLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         """(rows, in) -> (rows, out)."""
-        peak = x.abs().amax(dim=1, keepdim=True).clamp_(min=1e-30)
-        u = x / peak
+        if self._parts == 1 and len(x) == 1:
+            # One row's range is the batch's range: one operation that finds it, rounds and multiplies.
+            single: Tensor = torch.ops.quantized.linear_dynamic(x, self._packed, reduce_range=True)
+            return single if self._bias is None else single.add_(self._bias)
+        step = (torch.linalg.vector_norm(x, ord=math.inf, dim=1, keepdim=True) / _STEPS).clamp_(min=1e-30)
+        steps = x / step
         if self._parts == 1:
-            y = self._multiply(u)
+            y = self._multiply(steps)
         else:
-            high = torch.round(u * _STEPS) / _STEPS
-            both = self._multiply(torch.cat((high, (u - high) * (2 * _STEPS))))
+            high = steps.round()
+            both = self._multiply(torch.cat((high, (steps - high).mul_(2 * _STEPS))))
             y = both[: len(x)].add_(both[len(x) :], alpha=1 / (2 * _STEPS))
-        y *= peak
+        y *= step
         return y if self._bias is None else y.add_(self._bias)
 
     def quick(self) -> ByteLinear:
@@ -138,9 +143,10 @@ class ByteLinear:
         """Itself: sums of integers have no order."""
         return self
 
-    def _multiply(self, u: Tensor) -> Tensor:
+    def _multiply(self, steps: Tensor) -> Tensor:
+        """The product with whole numbers of steps in [-63, 63]; what is between is rounded."""
         multiply = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32
-        y: Tensor = multiply(u, 1 / _STEPS, _ZERO, self._packed)
+        y: Tensor = multiply(steps, 1.0, _ZERO, self._packed)
         return y
 
 
