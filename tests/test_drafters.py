@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from scipy.stats import chisquare
 
 from fakes import Dice, ForcedDrafter, RecurrentModel, TableModel, all_outcomes, loaded_dice, random_law
-from slipstream import Draft, InputError, SamplingParams
+from slipstream import Draft, InputError, SamplingParams, load_model
 from slipstream.drafters import ModelDrafter, NgramDrafter, NoDrafter, make_drafter
 from slipstream.sampling import Sampler
 
@@ -253,3 +254,16 @@ def test_tokens_are_left_alone(make: Callable[[], Any]) -> None:
     tokens = [1, 2, 1, 2, 1]
     make().start(sampler()).draft(tokens, 3)
     assert tokens == [1, 2, 1, 2, 1]
+
+
+@pytest.mark.real_weights
+def test_coarse_arithmetic_is_only_for_drafts_that_bear_it(smollm2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SmolLM2's activations have outliers that 7 bits cannot hold: its drafts would be wrong more often than faster."""
+    from slipstream.drafters import model as module
+
+    draft: Any = load_model(smollm2, weights="int8")
+    assert module.for_drafting(draft) is draft
+    monkeypatch.setattr(module, "_ENOUGH_OVERLAP", 0.5)
+    assert module.for_drafting(draft) is not draft
+    half: Any = load_model(smollm2, weights="fp16")
+    assert module.for_drafting(half) is half

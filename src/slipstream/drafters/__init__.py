@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from slipstream.drafters.base import Drafter, DraftSession
-from slipstream.drafters.model import ModelDrafter
+from slipstream.drafters.model import ModelDrafter, for_drafting
 from slipstream.drafters.ngram import NgramDrafter
 from slipstream.drafters.nothing import NoDrafter
 from slipstream.errors import InputError
@@ -29,7 +29,7 @@ def make_drafter(draft: Any, target: Model) -> Drafter:
         drafter: Drafter = draft
         return drafter
     if made and hasattr(draft, "forward") and hasattr(draft, "new_cache"):
-        return ModelDrafter(draft, target.vocab_size)
+        return ModelDrafter(for_drafting(draft), target.vocab_size)
     kind = type(draft).__name__ if made else f"class {draft.__name__}"
     raise InputError(
         f"draft_model= is a {kind}, which is not a drafter; use a model, a path, 'ngram', None, or an object with "

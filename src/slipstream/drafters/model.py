@@ -13,6 +13,29 @@ from slipstream.models.base import Model, feed
 from slipstream.sampling import Sampler
 from slipstream.types import Draft
 
+#: A sample to try cheaper arithmetic on, and how much of the distributions must agree for it to be worth its errors.
+_SAMPLE = (
+    'def mean(values):\n    """The arithmetic mean of a list of numbers."""\n    return sum(values) / len(values)\n\n'
+    "The tides are the rise and fall of sea levels caused by the pull of the Moon and, to a lesser degree, of the Sun."
+)
+_ENOUGH_OVERLAP = 0.88
+
+
+def for_drafting(model: Model) -> Model:
+    """``model`` with the cheapest arithmetic for its weights that leaves its distributions nearly what they are.
+
+    Whatever it is, answers stay exact; coarser arithmetic may only cost acceptance. Models differ widely in how well
+    they bear it (by the outliers of their activations), so it is tried on a sample: one pass each way.
+    """
+    quick = getattr(model, "quick", None)
+    if quick is None or getattr(model, "weights", None) != "int8" or model.tokenizer is None:
+        return model
+    view: Model = quick()
+    ids = model.tokenizer(_SAMPLE)["input_ids"]
+    p, q = (m.forward(ids, m.new_cache(), len(ids)).softmax(dim=-1) for m in (model, view))
+    overlap = float(torch.minimum(p, q).sum(dim=-1).mean())
+    return view if overlap >= _ENOUGH_OVERLAP else model
+
 
 class ModelDrafter:
     """Drafts with ``model``, whose ids mean the same as the target's as far as both have them.
