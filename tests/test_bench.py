@@ -669,7 +669,7 @@ def test_without_a_chat_template_a_message_is_text() -> None:
 def test_a_template_may_refuse_a_conversation() -> None:
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = "{{ raise_exception('no system message') }}"
-    with pytest.raises(InputError, match="'a'"):
+    with pytest.raises(InputError, match="no system message"):
         encoded([BenchPrompt("a", "all", ({"role": "system", "content": "s"},))], tokenizer, "m")
 
 
