@@ -669,7 +669,7 @@ def test_without_a_chat_template_a_message_is_text() -> None:
 def test_a_template_may_refuse_a_conversation() -> None:
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = "{{ raise_exception('no system message') }}"
-    with pytest.raises(InputError, match="no system message"):
+    with pytest.raises(InputError, match=r"'a'.*no system message"):
         encoded([BenchPrompt("a", "all", ({"role": "system", "content": "s"},))], tokenizer, "m")
 
 
@@ -1198,3 +1198,19 @@ def test_the_machine_is_described() -> None:
     assert machine.memory_bytes is None or machine.memory_bytes > 10**8
     assert machine.accelerator is None
     assert machine.date.endswith("+00:00")
+
+
+def test_a_device_is_written_and_not_replaced() -> None:
+    """`--out /dev/null`, as root, put a regular file in the place of the device."""
+    from slipstream.measure.files import check_writable, write_whole
+
+    check_writable("--out", os.devnull)
+    write_whole(Path(os.devnull), lambda path: path.write_text("x", encoding="utf-8"))
+    assert not Path(os.devnull).is_file()
+
+
+def test_a_path_that_cannot_be_one_is_refused() -> None:
+    from slipstream.measure.files import check_writable
+
+    with pytest.raises(InputError, match="--out"):
+        check_writable("--out", "x" * 5000)

@@ -42,6 +42,7 @@ def command(**options: Any) -> int:
     note(
         "\nNext, your own prompt and model:\n"
         f'  slipstream generate {MODEL} --chat --prompt "..." --compare\n'
-        "  slipstream generate path/to/model --draft path/to/draft --prompt-file question.txt --compare"
+        "  slipstream generate path/to/model --draft path/to/draft --prompt-file question.txt --compare\n"
+        f"This was one run of each; figures to rely on, repeated and interleaved: slipstream bench {MODEL}"
     )
     return code

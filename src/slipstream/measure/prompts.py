@@ -67,12 +67,8 @@ def _with_ids(prompt: BenchPrompt, tokenizer: Any) -> BenchPrompt:
     content = prompt.content if isinstance(prompt.content, str) else list(prompt.content)
     try:
         ids = encode(content, tokenizer)
-    except InputError:
-        raise
-    except Exception as error:  # a template is a program, and refuses in its own ways
-        raise InputError(
-            f"the chat template cannot take the prompt {prompt.id!r} ({error}); change its messages"
-        ) from error
+    except InputError as error:
+        raise InputError(f"prompt {prompt.id!r}: {error}") from error
     if not ids:
         raise InputError(f"the prompt {prompt.id!r} is empty; leave it out")
     return replace(prompt, ids=ids)

@@ -197,7 +197,7 @@ def packed_kernels() -> bool:
     """Whether this torch on this processor has FBGEMM's packed products."""
     try:
         for kind in PACKED:
-            make_linear(torch.ones(8, 8), None, kind)(torch.ones(1, 8))
+            make_linear(torch.ones(8, 8, dtype=torch.float32), None, kind)(torch.ones(1, 8, dtype=torch.float32))
     except (RuntimeError, AttributeError):
         return False
     return True
