@@ -78,7 +78,11 @@ class Commands(click.Group):
 
 def _failed(sentence: str, code: int) -> int:
     # One line, whatever a path or another library's message holds.
-    click.echo(f"slipstream: {' '.join(sentence.split())}", err=True)
+    try:
+        click.echo(f"slipstream: {' '.join(sentence.split())}", err=True)
+    except OSError:  # stderr itself fails: nobody can be told
+        _discard_rest(sys.stderr)
+        return 1
     return code
 
 
@@ -92,10 +96,9 @@ def _reader_left() -> int:
 
 
 def _broke_off(error: OSError) -> int:
-    """A full disk, a file that went away; if it is stderr that fails, nobody can be told."""
+    """A full disk, a file that went away."""
     what = f" with {error.filename}" if error.filename else ""
-    with suppress(OSError):
-        _failed(f"cannot go on{what}: {error.strerror or error}", 1)
+    _failed(f"cannot go on{what}: {error.strerror or error}", 1)
     _discard_rest(sys.stdout, sys.stderr)
     return 1
 
