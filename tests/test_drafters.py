@@ -267,3 +267,13 @@ def test_coarse_arithmetic_is_only_for_drafts_that_bear_it(smollm2: Path, monkey
     assert module.for_drafting(draft) is not draft
     half: Any = load_model(smollm2, weights="fp16")
     assert module.for_drafting(half) is half
+
+
+def test_the_sample_stays_within_a_draft_models_ids_and_context(tiny_draft_checkpoint: Path) -> None:
+    """A tokenizer with more ids than the draft has rows, or a short context, broke the trial of coarse arithmetic."""
+    from slipstream.drafters.model import for_drafting
+
+    draft: Any = load_model(tiny_draft_checkpoint, weights="int8")
+    for rows, positions in ((40, None), (300, 5), (0, 5)):
+        draft.embedding_size, draft.max_positions = rows, positions
+        assert for_drafting(draft).vocab_size == 300

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 import click
 
 from slipstream.cli.options import sampling_params
+from slipstream.cli.run import INTERRUPTED
 from slipstream.cli.screen import console, is_terminal, note, wants_colour
 from slipstream.errors import InputError
 from slipstream.measure import memory
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from slipstream.speculative import SpeculativeDecoding
     from slipstream.types import SamplingParams
 
-INTERRUPTED = 130
 _WITHOUT_MODEL = ("ngram",)
 _TAKEN = ("target", "plain", *_WITHOUT_MODEL)
 _WIDTH = 120

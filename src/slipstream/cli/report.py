@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from slipstream.cli.answer import Answer
 from slipstream.cli.screen import legend, styled
+from slipstream.measure.files import write_whole
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -193,4 +194,4 @@ def save_svg(report: Report, path: Path) -> None:
     if said := sentence(report):
         recorder.print(f"\n{said}")
     drawing = recorder.export_svg(title=f"slipstream: {report.model}", code_format=_SVG)
-    path.write_text(drawing, encoding="utf-8")
+    write_whole(path, lambda partial: partial.write_text(drawing, encoding="utf-8"))

@@ -31,7 +31,9 @@ def for_drafting(model: Model) -> Model:
     if quick is None or getattr(model, "weights", None) != "int8" or model.tokenizer is None:
         return model
     view: Model = quick()
-    ids = model.tokenizer(_SAMPLE)["input_ids"]
+    ids = [t for t in model.tokenizer(_SAMPLE)["input_ids"] if t < model.embedding_size][: model.max_positions]
+    if not ids:
+        return model
     p, q = (m.forward(ids, m.new_cache(), len(ids)).softmax(dim=-1) for m in (model, view))
     overlap = float(torch.minimum(p, q).sum(dim=-1).mean())
     return view if overlap >= _ENOUGH_OVERLAP else model
