@@ -15,6 +15,9 @@ from torch import Tensor
 
 Origin = Literal["accepted", "corrected", "bonus"]
 FinishReason = Literal["stop", "length"]
+#: Why a draft has no further token: as many as were asked for (or as the context holds); the drafter was not sure enough
+#: of the next; going on would not have paid; nothing to copy from; the next token is not in the target's vocabulary.
+DraftEnd = Literal["limit", "confidence", "controller", "no match", "vocabulary"]
 #: ``(token ids so far, logits row of shape (V,)) -> logits row of shape (V,)``. Must be a pure function of its
 #: arguments: it is called once for each position that is drafted or verified, also for rejected ones.
 LogitsProcessor = Callable[[Sequence[int], Tensor], Tensor]
@@ -96,6 +99,12 @@ class Draft:
 
     tokens: tuple[int, ...] = ()
     probs: Tensor | None = None
+    ended: DraftEnd = "limit"
+    """Why it is no longer."""
+    sources: tuple[str, ...] = ()
+    """The drafter of each token, (k,); empty if all are of the drafter that was asked."""
+    confidence: tuple[float, ...] = ()
+    """How sure the drafter was of each token, in [0, 1], (k,), known before the token was drawn; empty if it cannot say."""
 
 
 @dataclass(frozen=True)
