@@ -18,6 +18,19 @@ from typing import Any
 
 import pytest
 
+
+@pytest.fixture(params=["native", "torch"])
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Models that are made in the test use these kernels."""
+    from slipstream.models.native.build import library, why_not
+
+    if request.param == "torch":
+        monkeypatch.setattr("slipstream.models.linear.library", lambda: None)
+    elif library() is None:
+        pytest.skip(f"no native kernels here: {why_not()}")
+    return str(request.param)
+
+
 SPECIALS = ("<pad>", "<s>", "<|im_start|>", "<|im_end|>")
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}"

@@ -28,7 +28,9 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
 
 @pytest.mark.parametrize("shape", [(96, 64), (576, 1536), (300, 32)])
 @pytest.mark.parametrize("weights", WEIGHTS)
-def test_a_layer_gives_a_row_the_same_bits_in_any_company(weights: str, shape: tuple[int, int], threads: int) -> None:
+def test_a_layer_gives_a_row_the_same_bits_in_any_company(
+    weights: str, shape: tuple[int, int], threads: int, kernels: str
+) -> None:
     generator = torch.Generator().manual_seed(0)
     layer = make_linear(torch.randn(shape, generator=generator), None, weights).bit_exact()
     x = torch.randn(70, shape[1], generator=generator)
@@ -45,7 +47,9 @@ def passes(model: Model, tokens: list[int], size: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("weights", WEIGHTS)
-def test_logits_have_the_same_bits_for_1_to_16_rows(tiny_checkpoint: Path, weights: str, threads: int) -> None:
+def test_logits_have_the_same_bits_for_1_to_16_rows(
+    tiny_checkpoint: Path, weights: str, threads: int, kernels: str
+) -> None:
     model = load_model(tiny_checkpoint, weights=weights).bit_exact()  # type: ignore[attr-defined]
     tokens = torch.randint(270, (48,), generator=torch.Generator().manual_seed(1)).tolist()
     one_by_one = passes(model, tokens, 1)
@@ -55,7 +59,7 @@ def test_logits_have_the_same_bits_for_1_to_16_rows(tiny_checkpoint: Path, weigh
 
 @pytest.mark.real_weights
 @pytest.mark.parametrize("weights", WEIGHTS)
-def test_real_weights_have_the_same_bits_for_1_to_16_rows(smollm2: Path, weights: str) -> None:
+def test_real_weights_have_the_same_bits_for_1_to_16_rows(smollm2: Path, weights: str, kernels: str) -> None:
     model = load_model(smollm2, weights=weights).bit_exact()  # type: ignore[attr-defined]
     tokens = torch.randint(40_000, (33,), generator=torch.Generator().manual_seed(1)).tolist()
     one_by_one = passes(model, tokens, 1)
@@ -66,7 +70,7 @@ def test_real_weights_have_the_same_bits_for_1_to_16_rows(smollm2: Path, weights
 @pytest.mark.parametrize("weights", WEIGHTS)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_whole_answers_are_those_of_plain_decoding(
-    tiny_checkpoint: Path, tiny_draft_checkpoint: Path, weights: str, temperature: float
+    tiny_checkpoint: Path, tiny_draft_checkpoint: Path, weights: str, temperature: float, kernels: str
 ) -> None:
     """Seeded sampling too: random numbers belong to positions, so the draft cannot shift them."""
     target = load_model(tiny_checkpoint, weights=weights)

@@ -501,6 +501,7 @@ def test_without_packed_kernels_one_line_says_what_is_used_instead(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Other processors have no FBGEMM: the model must run all the same, and the user must know."""
+    monkeypatch.setattr("slipstream.models.linear.library", lambda: None)
     monkeypatch.setattr("slipstream.models.linear.packed_kernels", lambda: False)
     for asked in ("auto", "int8"):
         with pytest.warns(UserWarning, match="packed .* using fp32"):

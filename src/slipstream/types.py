@@ -15,8 +15,8 @@ from torch import Tensor
 
 Origin = Literal["accepted", "corrected", "bonus"]
 FinishReason = Literal["stop", "length"]
-#: Why a draft has no further token: as many as were asked for (or as the context holds); the drafter was not sure enough
-#: of the next; going on would not have paid; nothing to copy from; the next token is not in the target's vocabulary.
+#: Why a draft has no further token: as many as were asked for (or as the context holds); the drafter was not sure
+#: enough of the next; going on would not have paid; nothing to copy from; the next token is not the target's.
 DraftEnd = Literal["limit", "confidence", "controller", "no match", "vocabulary"]
 #: ``(token ids so far, logits row of shape (V,)) -> logits row of shape (V,)``. Must be a pure function of its
 #: arguments: it is called once for each position that is drafted or verified, also for rejected ones.
@@ -104,7 +104,7 @@ class Draft:
     sources: tuple[str, ...] = ()
     """The drafter of each token, (k,); empty if all are of the drafter that was asked."""
     confidence: tuple[float, ...] = ()
-    """How sure the drafter was of each token, in [0, 1], (k,), known before the token was drawn; empty if it cannot say."""
+    """How sure the drafter was of each token before drawing it, in [0, 1], (k,); empty if it cannot say."""
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,8 @@ def for_drafting(model: Model) -> Model:
     if quick is None or getattr(model, "weights", None) != "int8" or model.tokenizer is None:
         return model
     view: Model = quick()
+    if view is model:
+        return model
     ids = [t for t in model.tokenizer(_SAMPLE)["input_ids"] if t < model.embedding_size][: model.max_positions]
     if not ids:
         return model

@@ -18,6 +18,16 @@ class KeyValueCache:
         self._store = torch.empty(layers, 2, kv_heads, 0, head_dim, dtype=dtype, device=device)
         self._layers: list[tuple[Tensor, Tensor]] = []
 
+    @property
+    def store(self) -> Tensor:
+        """Everything that is held, (layers, 2, kv_heads, capacity, head_dim)."""
+        return self._store
+
+    @property
+    def capacity(self) -> int:
+        """Number of positions there is room for."""
+        return self._store.shape[3]
+
     def reserve(self, length: int) -> None:
         """Make room for ``length`` positions."""
         capacity = self._store.shape[3]

@@ -1,12 +1,11 @@
 """Linear layers by kind of weights: ``make_linear`` hides how they are stored and multiplied.
 
-On a CPU the dense types of torch make a pass over five rows cost three to four times a pass over one. FBGEMM's packed
-weights do not: fp16 weights with float32 activations, and 8-bit weights with one scale an output channel.
+On a CPU the dense types of torch make a pass over five rows cost three to four times a pass over one. Our native
+kernels do not, nor, where those cannot be had, the packed weights of torch's FBGEMM.
 """
 
 from __future__ import annotations
 
-import functools
 import math
 import warnings
 from typing import Protocol
@@ -16,6 +15,8 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
 from slipstream.errors import InputError
+from slipstream.models.native.build import library
+from slipstream.models.native.panels import KINDS, PanelLinear
 
 #: Weights that are stored and multiplied in one torch type.
 DENSE = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -185,6 +186,8 @@ def make_linear(weight: Tensor, bias: Tensor | None, weights: str) -> Linear:
         bias: (out,) or None.
         weights: how to keep them, a name that ``activation_dtype`` accepted.
     """
+    if weight.device.type == "cpu" and weights in KINDS and library() is not None:
+        return PanelLinear.pack(weight, bias, weights)
     if weight.device.type == "cpu" and weights == "fp16":
         return HalfLinear.pack(weight, bias)
     if weight.device.type == "cpu" and weights == "int8":
@@ -192,9 +195,10 @@ def make_linear(weight: Tensor, bias: Tensor | None, weights: str) -> Linear:
     return DenseLinear(weight, bias)
 
 
-@functools.cache
 def packed_kernels() -> bool:
-    """Whether this torch on this processor has FBGEMM's packed products."""
+    """Whether there are products with packed weights here: our own, or those of torch's FBGEMM."""
+    if library() is not None:
+        return True
     try:
         for kind in PACKED:
             make_linear(torch.ones(8, 8, dtype=torch.float32), None, kind)(torch.ones(1, 8, dtype=torch.float32))

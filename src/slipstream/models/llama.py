@@ -14,7 +14,7 @@ import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -23,6 +23,8 @@ from torch.nn import functional as F  # noqa: N812
 from slipstream.errors import InputError
 from slipstream.models.cache import KeyValueCache
 from slipstream.models.linear import Linear, activation_dtype, embedding_dtype, make_linear, stored_bytes
+from slipstream.models.native.panels import PanelLinear
+from slipstream.models.native.stack import Rows, Stack
 
 #: (name in the Hugging Face layout) -> tensor; raises KeyError if there is none.
 Tensors = Callable[[str], Tensor]
@@ -110,6 +112,8 @@ class LlamaModel:
 
     def quick(self) -> LlamaModel:
         """The same weights with the cheapest arithmetic there is for them: for drafting."""
+        if self._stack is not None:
+            return self
         return self._view(lambda linear: linear.quick())
 
     def bit_exact(self) -> LlamaModel:
@@ -120,6 +124,8 @@ class LlamaModel:
         """
         if self.device.type != "cpu":
             raise InputError(f"bit_exact works on a CPU only, and {self.name} is on {self.device}; leave it out")
+        if self._stack is not None:
+            return self  # it always is
         view = self._view(lambda linear: linear.bit_exact())
         view._by_row = True
         return view
@@ -141,9 +147,11 @@ class LlamaModel:
         """Append ``tokens`` to the sequence in ``cache``; logits (num_logits, V) of the last of them."""
         start, end = cache.length, cache.length + len(tokens)
         cache.reserve(end)
+        if self._stack is not None:
+            return self._forward_native(self._stack, tokens, cache, num_logits)
         rotation = self._rope.rows(start, end)
         masks = {window: self._mask(start, end, window) for window in self._windows}
-        x = self._embedding[torch.tensor(tokens, dtype=torch.long, device=self.device)].to(self._dtype)
+        x = self._embed(tokens)
         for index, layer in enumerate(self._layers):
             normed = self._normed(x, layer.attention_norm)
             x = x + self._attention(layer, normed, _Attended(cache, index, rotation, masks[layer.window]))
@@ -151,6 +159,22 @@ class LlamaModel:
             x = x + layer.down(F.silu(gate) * up)
         cache.length = end
         return self._head(self._normed(x[len(tokens) - num_logits :], self._norm))
+
+    def _forward_native(self, stack: Stack, tokens: Sequence[int], cache: KeyValueCache, num_logits: int) -> Tensor:
+        start, end = cache.length, cache.length + len(tokens)
+        x = torch.zeros(len(tokens), stack.width)
+        x[:, : len(self._norm)] = self._embed(tokens)
+        rows = Rows([cache] * len(tokens), range(start, end))
+        logits = stack.forward(x, rows, self._rope.by_position(end), num_logits)
+        cache.length = end
+        return logits
+
+    def _embed(self, tokens: Sequence[int]) -> Tensor:
+        """(n, D), in the activations' type."""
+        ids = torch.tensor(tokens, dtype=torch.long, device=self.device)
+        if self._table is None:  # the output layer has them too
+            return cast(PanelLinear, self._head).rows(ids).to(self._dtype)
+        return self._table[ids].to(self._dtype)
 
     def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
         return F.rms_norm(x, weight.shape, weight, self._eps)
@@ -244,9 +268,19 @@ class LlamaModel:
             self.weight_bytes = before  # a step reads a few rows of it
         head = embedding if tied else dense("lm_head.weight")
         self._head = make_linear(head, None, self.weights)
-        self._embedding = embedding.to(embedding_dtype(self.weights))
+        self._stack = self._native_stack()
+        self._table = None
+        if not (tied and self._stack is not None and self.weights != "int8"):
+            self._table = embedding.to(embedding_dtype(self.weights))
         self.embedding_size = len(embedding)
         self.vocab_size = len(head)
+
+    def _native_stack(self) -> Stack | None:
+        """All of the decoder for one native call, if its products are native."""
+        if not isinstance(self._head, PanelLinear):
+            return None
+        shape = (self.heads, self.kv_heads, self.head_dim)
+        return Stack(self._layers, self._head, self._norm, shape, self._eps)
 
 
 def _windows(config: Mapping[str, Any]) -> list[int | None]:
@@ -282,14 +316,18 @@ class _Rope:
 
     def rows(self, start: int, end: int) -> Tensor:
         """(2, end - start, d): cosines, and sines with the sign that swapping halves needs."""
-        if end > self._table.shape[1]:
-            self._table = self._make(max(end, 2 * self._table.shape[1]))
-        return self._table[:, start:end]
+        return self.by_position(end)[start:end].transpose(0, 1)
+
+    def by_position(self, end: int) -> Tensor:
+        """The same by position, (at least ``end``, 2, d)."""
+        if end > len(self._table):
+            self._table = self._make(max(end, 2 * len(self._table)))
+        return self._table
 
     def _make(self, length: int) -> Tensor:
         angles = torch.outer(torch.arange(length, dtype=torch.float32), self._frequencies)
         cos, sin = angles.cos() * self._scale, angles.sin() * self._scale
-        table = torch.stack((torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)))
+        table = torch.stack((torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)), dim=1)
         return table.to(self._device, self._dtype)
 
 

@@ -123,10 +123,13 @@ def _weights(weights: str, device: torch.device) -> str:
 def _packed(weights: str, device: torch.device) -> str:
     """What our decoder is to use for ``weights``: packed fp16 or int8 on a CPU if its kernels are there."""
     from slipstream.models.linear import PACKED, packed_kernels
+    from slipstream.models.native.build import why_not
 
     if device.type != "cpu" or weights not in ("auto", *PACKED):
         return weights
     if packed_kernels():
+        if reason := why_not():
+            warnings.warn(f"{reason}, so decoding uses torch's own kernels, which are slower", stacklevel=2)
         return "fp16" if weights == "auto" else weights
     warnings.warn(
         f"this torch has no packed {weights.replace('auto', 'fp16')} kernels for this processor; using fp32",
