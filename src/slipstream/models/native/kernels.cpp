@@ -434,7 +434,8 @@ void place(const Model& m, int64_t layer, const Row& row, float* qkv) {
     }
 }
 
-void attention(const Model& m, int64_t layer, const Row* rows, int64_t n, const Work& w) {
+// The keys and values of all rows; what comes of it for the last `wanted` of them, in `normed`.
+void attention(const Model& m, int64_t layer, const Row* rows, int64_t n, int64_t wanted, const Work& w) {
   const Layer& l = m.layer[layer];
   const int64_t me = omp_get_thread_num(), threads = omp_get_num_threads();
   const int64_t width = padded(m.width), wide = padded(l.qkv.outputs), mixed = padded(l.out.inputs);
@@ -443,12 +444,12 @@ void attention(const Model& m, int64_t layer, const Row* rows, int64_t n, const 
   for (int64_t i = share(n, me); i < share(n, me + 1); i++)
     place(m, layer, rows[i], w.wide + i * wide);
 #pragma omp barrier
-  for (int64_t t = me; t < n * m.kv_heads; t += threads) {
-    const int64_t i = t / m.kv_heads;
-    attend(m, layer, rows[i], w.wide + i * wide, t % m.kv_heads, w.scores + me * w.longest, w.mixed + i * mixed);
+  for (int64_t t = me; t < wanted * m.kv_heads; t += threads) {
+    const int64_t i = t / m.kv_heads, from = n - wanted + i;
+    attend(m, layer, rows[from], w.wide + from * wide, t % m.kv_heads, w.scores + me * w.longest, w.mixed + i * mixed);
   }
 #pragma omp barrier
-  product(l.out, ready(l.out, w.mixed, mixed, n, w), n, w.normed, width);
+  product(l.out, ready(l.out, w.mixed, mixed, wanted, w), wanted, w.normed, width);
 #pragma omp barrier
 }
 
@@ -488,7 +489,8 @@ int64_t slipstream_work(const Model* m, int64_t n, int64_t longest, int64_t thre
 }
 
 // Layers [first, last) over n rows, then, if num_logits, the output layer over the last num_logits rows.
-//   rows    (n), x (n, width padded to 16): embeddings in, hidden states out
+//   rows    (n), x (n, width padded to 16): embeddings in, hidden states out; not those of rows without logits, if the
+//           output layer is run, since the last layer then works on the others only
 //   logits  (num_logits, vocabulary padded to 16)
 //   work    `slipstream_work` floats
 void slipstream_forward(const Model* model, int64_t first, int64_t last, int64_t n, const Row* rows, float* x, int64_t num_logits, float* logits, float* work, int64_t longest, int64_t threads) {
@@ -506,17 +508,21 @@ void slipstream_forward(const Model* model, int64_t first, int64_t last, int64_t
   w.longest = padded(longest);
 #pragma omp parallel num_threads(threads)
   {
+    Work mine = w;
     bool pending = false;
+    int64_t wanted = n;
     for (int64_t i = first; i < last; i++) {
-      add_and_norm(m, m.layer[i].attention_norm, pending, n, w);
-      attention(m, i, rows, n, w);
-      add_and_norm(m, m.layer[i].mlp_norm, true, n, w);
-      feed_forward(m, m.layer[i], n, w);
+      add_and_norm(m, m.layer[i].attention_norm, pending, wanted, mine);
+      if (num_logits && i + 1 == last) wanted = num_logits;
+      attention(m, i, rows, n, wanted, mine);
+      mine.x = x + (n - wanted) * width;
+      add_and_norm(m, m.layer[i].mlp_norm, true, wanted, mine);
+      feed_forward(m, m.layer[i], wanted, mine);
       pending = true;
     }
-    add_and_norm(m, num_logits ? m.norm : nullptr, pending, n, w);
+    add_and_norm(m, num_logits ? m.norm : nullptr, pending, wanted, mine);
     if (num_logits) {
-      const float* from = w.normed + (n - num_logits) * width;
+      const float* from = mine.normed + (wanted - num_logits) * width;
       product(m.head, ready(m.head, from, width, num_logits, w), num_logits, logits, padded(m.head.outputs));
     }
   }
