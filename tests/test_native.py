@@ -107,9 +107,7 @@ def test_small_weights_agree_with_torch_own_kernels(kind: str, monkeypatch: pyte
 def stacked(model: LlamaModel, tokens: list[int], rows: Rows) -> Tensor:
     """One pass over rows of several sequences."""
     assert model._stack is not None
-    x = torch.zeros(len(tokens), model._stack.width)
-    x[:, : len(model._norm)] = model._embed(tokens)
-    return model._stack.forward(x, rows, model._rope.by_position(64), len(tokens))
+    return model._stack.forward(model._embed(tokens), rows, model._rope.by_position(64), len(tokens))
 
 
 @needs_native
@@ -135,8 +133,7 @@ def test_layers_can_be_run_in_two_parts() -> None:
     stack, cache = model._stack, model.new_cache()
     assert stack is not None
     cache.reserve(64)
-    x = torch.zeros(len(TOKENS), stack.width)
-    x[:, : len(model._norm)] = model._embed(TOKENS)
+    x = model._embed(TOKENS)
     rows, turns = Rows([cache] * len(TOKENS), range(len(TOKENS))), model._rope.by_position(64)
     assert len(stack.forward(x, rows, turns, 0, layers=(0, 2))) == 0
     assert torch.equal(stack.forward(x, rows, turns, len(TOKENS), layers=(2, 3)), whole)

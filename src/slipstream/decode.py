@@ -46,6 +46,8 @@ class Decoder:
         """
         tokens = list(prompt)
         cache = self.target.new_cache()
+        if share := getattr(self.session, "share", None):
+            share(cache)
         done = False
         while not done:
             start = perf_counter()

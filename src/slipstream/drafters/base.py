@@ -13,7 +13,10 @@ from slipstream.types import Draft
 
 
 class DraftSession(Protocol):
-    """The drafting of one request."""
+    """The drafting of one request.
+
+    A session that has a method ``share(cache)`` is given the target's cache of the request, before the first round.
+    """
 
     def draft(self, tokens: Sequence[int], k: int) -> Draft:
         """Propose up to ``k`` >= 1 tokens to follow ``tokens`` (prompt + committed output).

@@ -14,6 +14,7 @@ import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from typing import Any, cast
 
 import torch
@@ -21,7 +22,7 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
 from slipstream.errors import InputError
-from slipstream.models.cache import KeyValueCache
+from slipstream.models.cache import Ahead, KeyValueCache
 from slipstream.models.linear import Linear, activation_dtype, embedding_dtype, make_linear, stored_bytes
 from slipstream.models.native.panels import PanelLinear
 from slipstream.models.native.stack import Rows, Stack
@@ -69,8 +70,19 @@ class _Attended:
 
     cache: KeyValueCache
     layer: int
+    start: int
     rotation: Tensor
     mask: Tensor | None
+
+
+@dataclass(frozen=True)
+class _Span:
+    """Layers ``first`` to ``last`` (excluded) over positions from ``start`` on."""
+
+    cache: KeyValueCache
+    start: int
+    first: int
+    last: int
 
 
 class LlamaModel:
@@ -138,43 +150,78 @@ class LlamaModel:
         view._head = of(self._head)
         return view
 
+    @property
+    def num_layers(self) -> int:
+        """Number of decoder layers."""
+        return len(self._layers)
+
     def new_cache(self) -> KeyValueCache:
         """An empty cache for one sequence."""
         return KeyValueCache(len(self._layers), self.kv_heads, self.head_dim, self._dtype, self.device)
 
     @torch.inference_mode()
     def forward(self, tokens: Sequence[int], cache: KeyValueCache, num_logits: int) -> Tensor:
-        """Append ``tokens`` to the sequence in ``cache``; logits (num_logits, V) of the last of them."""
-        start, end = cache.length, cache.length + len(tokens)
-        cache.reserve(end)
-        if self._stack is not None:
-            return self._forward_native(self._stack, tokens, cache, num_logits)
-        rotation = self._rope.rows(start, end)
-        masks = {window: self._mask(start, end, window) for window in self._windows}
-        x = self._embed(tokens)
-        for index, layer in enumerate(self._layers):
-            normed = self._normed(x, layer.attention_norm)
-            x = x + self._attention(layer, normed, _Attended(cache, index, rotation, masks[layer.window]))
-            gate, up = layer.gate_up(self._normed(x, layer.mlp_norm)).chunk(2, dim=-1)
-            x = x + layer.down(F.silu(gate) * up)
-        cache.length = end
-        return self._head(self._normed(x[len(tokens) - num_logits :], self._norm))
+        """Append ``tokens`` to the sequence in ``cache``; logits (num_logits, V) of the last of them.
 
-    def _forward_native(self, stack: Stack, tokens: Sequence[int], cache: KeyValueCache, num_logits: int) -> Tensor:
-        start, end = cache.length, cache.length + len(tokens)
-        x = torch.zeros(len(tokens), stack.width)
-        x[:, : len(self._norm)] = self._embed(tokens)
-        rows = Rows([cache] * len(tokens), range(start, end))
-        logits = stack.forward(x, rows, self._rope.by_position(end), num_logits)
+        What ``exit_early`` has computed for the first of them is not computed again.
+        """
+        end = cache.length + len(tokens)
+        cache.reserve(end)
+        ahead = cache.ahead
+        known = 0 if ahead is None else _shared(tokens, ahead.tokens)
+        if ahead is None or not known:
+            x = self._embed(tokens)
+            logits = self._run(x, _Span(cache, cache.length, 0, len(self._layers)), num_logits)
+        else:
+            rest = self._embed(tokens[known:])
+            if len(rest):
+                self._run(rest, _Span(cache, cache.length + known, 0, ahead.layers), 0)
+            x = torch.cat((ahead.states[:known], rest))
+            logits = self._run(x, _Span(cache, cache.length, ahead.layers, len(self._layers)), num_logits)
+        cache.ahead = None
         cache.length = end
         return logits
 
+    @torch.inference_mode()
+    def exit_early(self, tokens: Sequence[int], cache: KeyValueCache, layers: int) -> Tensor:
+        """Run ``tokens`` through the first ``layers`` only; logits (1, V) of the last of them, straight from there.
+
+        They come behind the cache's length and what earlier calls put there; ``cache.length`` stays as it is, and
+        ``forward`` goes on from where they are.
+        """
+        before = cache.ahead
+        start = cache.length + (len(before.tokens) if before else 0)
+        cache.reserve(start + len(tokens))
+        x = self._embed(tokens)
+        self._run(x, _Span(cache, start, 0, layers), 0)
+        states = torch.cat((before.states, x)) if before else x
+        cache.ahead = Ahead(layers, (*(before.tokens if before else ()), *tokens), states)
+        return self._head(self._normed(x[-1:, : len(self._norm)], self._norm))
+
+    def _run(self, x: Tensor, span: _Span, num_logits: int) -> Tensor:
+        """Take ``x`` (n, D) through some layers, in place, and its last rows through the output layer."""
+        cache, end = span.cache, span.start + len(x)
+        if self._stack is not None:
+            rows = Rows([cache] * len(x), range(span.start, end))
+            turns = self._rope.by_position(end)
+            return self._stack.forward(x, rows, turns, num_logits, (span.first, span.last))
+        rotation = self._rope.rows(span.start, end)
+        masks = {window: self._mask(span.start, end, window) for window in self._windows}
+        for index in range(span.first, span.last):
+            layer = self._layers[index]
+            to = _Attended(cache, index, span.start, rotation, masks[layer.window])
+            x += self._attention(layer, self._normed(x, layer.attention_norm), to)
+            gate, up = layer.gate_up(self._normed(x, layer.mlp_norm)).chunk(2, dim=-1)
+            x += layer.down(F.silu(gate) * up)
+        return self._head(self._normed(x[len(x) - num_logits :], self._norm)) if num_logits else x[:0]
+
     def _embed(self, tokens: Sequence[int]) -> Tensor:
-        """(n, D), in the activations' type."""
+        """(n, D), in the activations' type; for the native kernels with columns of zeros up to whole panels."""
         ids = torch.tensor(tokens, dtype=torch.long, device=self.device)
-        if self._table is None:  # the output layer has them too
-            return cast(PanelLinear, self._head).rows(ids).to(self._dtype)
-        return self._table[ids].to(self._dtype)
+        # Without a table the output layer has the rows too.
+        rows = cast(PanelLinear, self._head).rows(ids) if self._table is None else self._table[ids]
+        x = rows.to(self._dtype, copy=True)
+        return x if self._stack is None else F.pad(x, (0, self._stack.width - x.shape[1])).contiguous()
 
     def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
         return F.rms_norm(x, weight.shape, weight, self._eps)
@@ -188,7 +235,7 @@ class LlamaModel:
             q, k = turning[: self.heads], turning[self.heads :]
             turning = torch.cat((self._normed(q, layer.query_norm), self._normed(k, layer.key_norm)))
         turned = _rotated(turning, to.rotation)
-        keys, values = to.cache.append(to.layer, turned[self.heads :], v)
+        keys, values = to.cache.write(to.layer, to.start, turned[self.heads :], v)
         q = turned[: self.heads]
         mix = self._mixed_by_row if self._by_row else self._mixed
         return layer.out(mix(q, keys, values, to.mask).transpose(0, 1).reshape(n, -1))
@@ -281,6 +328,11 @@ class LlamaModel:
             return None
         shape = (self.heads, self.kv_heads, self.head_dim)
         return Stack(self._layers, self._head, self._norm, shape, self._eps)
+
+
+def _shared(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many tokens two sequences have in common from their start on."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
 
 
 def _windows(config: Mapping[str, Any]) -> list[int | None]:

@@ -1,0 +1,103 @@
+"""The target drafts for itself: its first layers, and its output layer right behind them.
+
+No second model and no second cache: what the first layers compute while drafting is what the verification would compute,
+so it goes on from there. How good such a draft is depends on the model: most must be trained for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slipstream.errors import InputError
+from slipstream.models.base import Cache, Model
+from slipstream.sampling import Sampler
+from slipstream.types import Draft, DraftEnd
+
+PREFIX = "early-exit:"
+
+
+class EarlyExitDrafter:
+    """Drafts with the first ``layers`` layers of ``target``.
+
+    Raises:
+        InputError: the target cannot stop between layers, or does not have so many.
+    """
+
+    def __init__(self, target: Model, layers: int) -> None:
+        total = getattr(target, "num_layers", None)
+        if total is None or not hasattr(target, "exit_early"):
+            raise InputError(f"{PREFIX}{layers} needs the lean decoder, and {target.name} runs behind the adapter")
+        if not 1 <= layers < total:
+            raise InputError(
+                f"{PREFIX}{layers} does not fit {target.name}, which has {total} layers; use 1 to {total - 1}"
+            )
+        self.name = f"{PREFIX}{layers}"
+        self.target: Any = target
+        self.layers = layers
+
+    def start(self, sampler: Sampler) -> EarlyExitSession:
+        """Begin one request."""
+        return EarlyExitSession(self, sampler)
+
+
+class EarlyExitSession:
+    """Drafts in the cache of the request's own target."""
+
+    gate: Callable[[int, float], bool] | None = None
+
+    def __init__(self, drafter: EarlyExitDrafter, sampler: Sampler) -> None:
+        self._drafter = drafter
+        self._sampler = sampler
+        self._cache: Cache | None = None
+
+    def share(self, cache: Cache) -> None:
+        """``cache`` is the target's cache of this request."""
+        self._cache = cache
+
+    def draft(self, tokens: Sequence[int], k: int) -> Draft:
+        """Draw up to ``k`` tokens; none while the target's cache lacks more than the last token."""
+        target, cache = self._drafter.target, self._cache
+        if target.max_positions is not None:
+            k = min(k, target.max_positions - len(tokens))
+        if cache is None or cache.length != len(tokens) - 1 or k <= 0:
+            return Draft()
+        cache.truncate(cache.length)  # nothing of an earlier draft is left
+        drafted: list[int] = []
+        rows: list[Tensor] = []
+        sure: list[float] = []
+        ended: DraftEnd = "limit"
+        while len(drafted) < k:
+            new = drafted[-1] if drafted else tokens[-1]
+            if new >= target.embedding_size:
+                break
+            logits = target.exit_early([new], cache, self._drafter.layers)
+            if bool(logits.isnan().any()):
+                break
+            q = self._sampler.probs(logits, [*tokens, *drafted])[0]
+            confidence = float(q.max())
+            if self.gate is not None and not self.gate(len(drafted), confidence):
+                ended = "controller"
+                break
+            drafted.append(self._sampler.draw(q, len(tokens) + len(drafted)))
+            rows.append(q)
+            sure.append(confidence)
+            if drafted[-1] in self._sampler.stop_ids:
+                break  # nothing is ever kept after it
+        probs = None if self._sampler.greedy or not rows else torch.stack(rows)
+        return Draft(tuple(drafted), probs, ended=ended, confidence=tuple(sure))
+
+
+def early_exit(name: str, target: Model) -> EarlyExitDrafter:
+    """The drafter that ``early-exit:8`` means.
+
+    Raises:
+        InputError: what follows the colon is not a number of layers of ``target``.
+    """
+    given = name.removeprefix(PREFIX)
+    if not given.isdecimal():
+        raise InputError(f"the draft {name!r} names no number of layers; write for example {PREFIX}8")
+    return EarlyExitDrafter(target, int(given))
