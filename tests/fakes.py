@@ -356,13 +356,14 @@ def start(
     stop_ids: Sequence[int] = (),
     seed: int = 0,
     coupled: bool = False,
+    rule: str = "block",
     **params: Any,
 ) -> Decoder:
     """A decoder of one request, without texts: what SpeculativeDecoding builds inside."""
     given = SamplingParams(**params)
     sampler = Sampler(given, len(prompt), stop_ids, seed, coupled=coupled)
     limit = min(len(prompt) + given.max_new_tokens, target.max_positions or 10**9)
-    return Decoder(target, drafter.start(sampler), sampler, k, limit)
+    return Decoder(target, drafter.start(sampler), sampler, k, limit, rule)
 
 
 def decode(target: Any, drafter: Drafter, prompt: Sequence[int], **settings: Any) -> tuple[list[int], list[Round]]:
@@ -454,6 +455,13 @@ def loaded_dice(monkeypatch: Any, dice: Dice) -> None:
                 return i
         return len(accept)
 
+    def longest_accepted(probs: Sequence[float], generator: Any) -> int:
+        for i in range(len(probs), 0, -1):
+            if dice.choose([1 - probs[i - 1], probs[i - 1]]):
+                return i
+        return 0
+
     monkeypatch.setattr("slipstream.sampling.sample", sample)
     monkeypatch.setattr("slipstream.verify.sample", sample)
     monkeypatch.setattr("slipstream.verify._count_accepted", count_accepted)
+    monkeypatch.setattr("slipstream.verify._longest_accepted", longest_accepted)
