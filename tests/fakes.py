@@ -447,11 +447,13 @@ def loaded_dice(monkeypatch: Any, dice: Dice) -> None:
     """Have every random choice of drafting, accepting and sampling made by ``dice``."""
 
     def sample(probs: Tensor, generator: Any) -> int:
+        if bool(probs.isnan().any()):
+            return 0  # means nothing
         return dice.choose((probs / probs.sum()).tolist())
 
     def count_accepted(accept: Tensor, generator: Any) -> int:
         for i, p in enumerate(accept.tolist()):
-            if not dice.choose([1 - p, p]):
+            if p != p or not dice.choose([1 - p, p]):  # NaN is more than no random number
                 return i
         return len(accept)
 
