@@ -9,7 +9,7 @@ stand by the block rule. A tree and a chain of equally many draft tokens cost th
 less deep, so it costs the draft fewer passes, of more rows. The best tree for a number of tokens is chosen on the other
 half of the prompts, so that choosing among hundreds does not flatter it.
 
-With --draft-cost c (a draft pass / a plain step) and --row-cost b (each further row of the target's pass / a plain step)
+With --draft-cost c (a draft pass / a plain step) and --row-cost b (a further row of the target's pass / a plain step)
 speed-ups are estimated too: (1 + accepted) / (1 + b nodes + c depth), with a draft's further rows for free. Prints a
 table and, as the last line, one JSON document.
 """

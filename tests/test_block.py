@@ -277,8 +277,8 @@ def test_never_fewer_than_the_token_rule_and_as_many_as_the_paper_says(vocab: in
         assert mean >= mean_accepted(one, token) - 1e-12
 
 
-def test_for_every_draft_at_least_as_many_as_the_token_rule() -> None:
-    """Not only on average: P(at least i stand) is p_i, and no product of min(1, P/q) is larger than that."""
+def test_for_every_beginning_of_a_draft_it_stands_at_least_as_often_as_under_the_token_rule() -> None:
+    """Given x_1..x_i, P(at least i stand) is p_i, and the product of min(1, P/q) is never larger than that."""
     for seed in range(200):
         target, q = random_rows(6, 5, seed), random_rows(5, 5, seed + 500)
         drafted = torch.multinomial(q, 1, generator=torch.Generator().manual_seed(seed)).squeeze(1)
