@@ -111,11 +111,10 @@ def sampled_shares(target_probs: Tensor, draft_probs: Tensor, tokens: Tensor) ->
     second = torch.zeros_like(first)
     for i, token in enumerate(tokens.tolist()):
         target, draft = target_probs[i].to(torch.float64), draft_probs[i].to(torch.float64)
-        rejected = (draft - target).clamp(min=0)  # the first candidate was c, and did not stand
+        rejected = (draft - target).clamp(min=0)  # the first candidate was c, and did not stand: never the token
         left = float((target - draft).clamp(min=0)[token] / rejected.sum()) if bool(rejected.any()) else 0.0
         # Then the token is the second one, and stands; if q was sure of c, there is no second one.
         again = (q[i] / (1 - draft).clamp(min=0)).nan_to_num(nan=0).clamp(max=left)
-        rejected[token] = 0
         second[i] = (rejected * again).sum() / p[i]
     return torch.stack([first, second])
 
