@@ -356,13 +356,14 @@ def start(
     stop_ids: Sequence[int] = (),
     seed: int = 0,
     coupled: bool = False,
+    rule: str = "block",
     **params: Any,
 ) -> Decoder:
     """A decoder of one request, without texts: what SpeculativeDecoding builds inside."""
     given = SamplingParams(**params)
     sampler = Sampler(given, len(prompt), stop_ids, seed, coupled=coupled)
     limit = min(len(prompt) + given.max_new_tokens, target.max_positions or 10**9)
-    return Decoder(target, drafter.start(sampler), sampler, k, limit)
+    return Decoder(target, drafter.start(sampler), sampler, k, limit, rule)
 
 
 def decode(target: Any, drafter: Drafter, prompt: Sequence[int], **settings: Any) -> tuple[list[int], list[Round]]:
@@ -446,14 +447,23 @@ def loaded_dice(monkeypatch: Any, dice: Dice) -> None:
     """Have every random choice of drafting, accepting and sampling made by ``dice``."""
 
     def sample(probs: Tensor, generator: Any) -> int:
+        if bool(probs.isnan().any()):
+            return 0  # means nothing
         return dice.choose((probs / probs.sum()).tolist())
 
     def count_accepted(accept: Tensor, generator: Any) -> int:
         for i, p in enumerate(accept.tolist()):
-            if not dice.choose([1 - p, p]):
+            if p != p or not dice.choose([1 - p, p]):  # NaN is more than no random number
                 return i
         return len(accept)
+
+    def longest_accepted(probs: Sequence[float], generator: Any) -> int:
+        for i in range(len(probs), 0, -1):
+            if dice.choose([1 - probs[i - 1], probs[i - 1]]):
+                return i
+        return 0
 
     monkeypatch.setattr("slipstream.sampling.sample", sample)
     monkeypatch.setattr("slipstream.verify.sample", sample)
     monkeypatch.setattr("slipstream.verify._count_accepted", count_accepted)
+    monkeypatch.setattr("slipstream.verify._longest_accepted", longest_accepted)

@@ -18,10 +18,12 @@ import pytest
 from click.testing import CliRunner, Result
 
 from conftest import byte_tokenizer, save_checkpoint
-from slipstream import InputError, Output, Piece, SamplingParams, SpeculativeDecoding, Stats, load_model
+from slipstream import InputError, Output, Piece, SamplingParams, SpeculativeDecoding, Stats, Verdict, load_model
+from slipstream import verify as verification
 from slipstream.cli import answer, demo, prompt, run, screen
 from slipstream.cli.main import COMMANDS, cli
 from slipstream.cli.report import Report, sentence
+from slipstream.verify import verify
 
 PROGRAM = "from slipstream.cli.main import main; main()"
 ESCAPE = "\x1b"
@@ -113,6 +115,7 @@ def refused(result: Result, *fragments: str) -> None:
         (["--prompt-file", "/no/such/file"], "'/no/such/file'"),
         (["-p", "a", "-k", "-1"], "-k -1"),
         (["-p", "a", "-k", "many"], "'many'"),
+        (["-p", "a", "--rule", "blocks"], "'blocks'"),
         (["-p", "a", "--top-p", "0"], "top_p=0"),
         (["-p", "a", "--top-p", "1.5"], "top_p=1.5"),
         (["-p", "a", "--temperature", "-0.1"], "temperature=-0.1"),
@@ -273,6 +276,7 @@ def test_json_is_one_document(tiny_checkpoint: Path) -> None:
     document = json.loads(line)
     assert document["k"] == 2
     assert document["draft"] == "ngram"
+    assert document["rule"] == "block"
     assert document["identical"] is True
     assert document["split_at"] is None
     assert document["interrupted"] is False
@@ -582,8 +586,24 @@ def test_demo_checks_before_it_fetches(monkeypatch: pytest.MonkeyPatch) -> None:
     refused(invoke("demo", "-k", "-3"), "-k -3")
 
 
+def test_rule_reaches_the_decoder(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = set()
+
+    def watching(p: object, drafted: object, q: object, generator: object, rule: str) -> Verdict:
+        seen.add(rule)
+        return verify(p, drafted, q, generator, rule)
+
+    monkeypatch.setattr("slipstream.decode.verify", watching)
+    for args, rule in (((), "block"), (("--rule", "token"), "token"), (("--rule", "block"), "block")):
+        seen.clear()
+        assert invoke("generate", tiny_checkpoint, "-p", "the the", "-n", 8, "-t", 1, *args).exit_code == 0
+        assert seen == {rule}
+
+
 def test_options_keep_the_library_s_defaults() -> None:
-    from slipstream.cli.options import sampling_params
+    from slipstream.cli.options import RULES, sampling_params
+
+    assert verification.RULES == RULES
 
     given = {"temperature": 0.5, "stop": ("x",), "ignore_eos": False, "k": 3, "top_p": None}
     assert sampling_params(given) == SamplingParams(temperature=0.5, stop=("x",))

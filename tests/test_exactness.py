@@ -41,11 +41,12 @@ from fakes import (
     softmax,
     wrong_at,
 )
-from slipstream import Draft, load_model
+from slipstream import Draft, ModelError, load_model
 from slipstream.drafters import Drafter, ModelDrafter, NgramDrafter, NoDrafter
 from slipstream.models.llama import LlamaModel
 from slipstream.sampling import Sampler
 from slipstream.types import SamplingParams
+from slipstream.verify import RULES
 
 KS = [0, 1, 2, 3, 5, 8]
 DRAFTERS = ["same model", "random model", "oracle", "always wrong", "n-gram"]
@@ -303,25 +304,32 @@ def assert_same_law(law: dict[Any, float], expected: dict[Any, float]) -> None:
         assert law.get(sequence, 0.0) == pytest.approx(probability, abs=1e-12), sequence
 
 
+@pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("k", [1, 2, 3])
 @pytest.mark.parametrize("kind", LAW_DRAFTERS)
-def test_joint_law_of_three_tokens_by_enumeration(kind: str, k: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_joint_law_of_three_tokens_by_enumeration(
+    kind: str, k: int, rule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """D4. Every way that draft, acceptance and sampling can fall, through the whole decoder; exact to 1e-12."""
     prompt = [1, 2, 1] if kind == "n-gram" else [1]
-    law = exact_law(LAW_DRAFTERS[kind], prompt, monkeypatch, k=k, max_new_tokens=3, temperature=1.0)
+    law = exact_law(LAW_DRAFTERS[kind], prompt, monkeypatch, k=k, rule=rule, max_new_tokens=3, temperature=1.0)
     assert_same_law(law, joint_law(THREE_TARGET, prompt, 3, softmax))
 
 
+@pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("kind", ["model", "greedy model"])
-def test_joint_law_with_processors_by_enumeration(kind: str, settings: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_joint_law_with_processors_by_enumeration(
+    kind: str, settings: str, rule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """D2, P1, P4. A draft was verified with the distribution from before its filters, or with a history one short."""
     given = {"temperature": 1.0, **SETTINGS[settings]}
-    law = exact_law(LAW_DRAFTERS[kind], [1], monkeypatch, k=2, max_new_tokens=3, **given)
+    law = exact_law(LAW_DRAFTERS[kind], [1], monkeypatch, k=2, rule=rule, max_new_tokens=3, **given)
     assert_same_law(law, joint_law(THREE_TARGET, [1], 3, processed(given, 1)))
 
 
-def test_joint_law_where_drafting_stops_early(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("rule", RULES)
+def test_joint_law_where_drafting_stops_early(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A draft that dropped a token because of its own probability would bias the law; stopping after it does not."""
 
     def propose(tokens: Sequence[int], k: int) -> list[int]:
@@ -329,13 +337,16 @@ def test_joint_law_where_drafting_stops_early(monkeypatch: pytest.MonkeyPatch) -
         end = next((i + 1 for i, t in enumerate(drafted) if t == 0), k)
         return list(drafted[:end])
 
-    law = exact_law(lambda: ForcedDrafter(propose), [1], monkeypatch, k=3, max_new_tokens=3, temperature=1.0)
+    settings = {"k": 3, "rule": rule, "max_new_tokens": 3, "temperature": 1.0}
+    law = exact_law(lambda: ForcedDrafter(propose), [1], monkeypatch, **settings)
     assert_same_law(law, joint_law(THREE_TARGET, [1], 3, softmax))
 
 
-def test_joint_law_with_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("rule", RULES)
+def test_joint_law_with_an_end(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """S1, sampled. Answers that end early have the probability of their tokens, however they were drafted."""
-    law = exact_law(model_drafter, [1], monkeypatch, k=2, max_new_tokens=3, temperature=1.0, stop_ids=[2])
+    settings = {"k": 2, "rule": rule, "max_new_tokens": 3, "temperature": 1.0, "stop_ids": [2]}
+    law = exact_law(model_drafter, [1], monkeypatch, **settings)
     expected: dict[tuple[int, ...], float] = Counter()
     for sequence, probability in joint_law(THREE_TARGET, [1], 3, softmax).items():
         end = sequence.index(2) + 1 if 2 in sequence else 3
@@ -356,17 +367,53 @@ def test_joint_law_with_a_draft_that_breaks_down(monkeypatch: pytest.MonkeyPatch
     assert_same_law(law, joint_law(THREE_TARGET, [1], 3, softmax))
 
 
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("kind", ["model", "greedy model"])
+def test_joint_law_where_the_target_breaks_down(kind: str, rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An answer ends in the error as often as in plain decoding, and all others keep their probability.
+
+    The block rule looks at later positions to decide on earlier ones, so NaN at one of them could have an effect.
+    """
+    stuck = (2, 1)
+
+    def breaking(tokens: Sequence[int]) -> Tensor:
+        return THREE_TARGET(tokens) * (float("nan") if tuple(tokens[1:]) == stuck else 1)
+
+    def program(dice: Dice) -> tuple[int, ...]:
+        with monkeypatch.context() as loaded:
+            loaded_dice(loaded, dice)
+            settings = {"k": 2, "rule": rule, "max_new_tokens": 4, "temperature": 1.0}
+            try:
+                return tuple(decode(TableModel(breaking, 3), LAW_DRAFTERS[kind](), [1], **settings)[0])
+            except ModelError:
+                return stuck
+
+    expected: dict[tuple[int, ...], float] = Counter()
+    for sequence, probability in joint_law(THREE_TARGET, [1], 4, softmax).items():
+        expected[stuck if sequence[: len(stuck)] == stuck else sequence] += probability
+    law = all_outcomes(program)
+    assert set(law) <= set(expected)
+    assert_same_law(law, expected)
+
+
 # --- sampling: real random numbers ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("kind", "coupled"), [("model", False), ("greedy model", False), ("n-gram", False), ("model", True)]
+    ("kind", "rule", "coupled"),
+    [
+        ("model", "block", False),
+        ("model", "token", False),
+        ("greedy model", "block", False),
+        ("n-gram", "block", False),
+        ("model", "block", True),
+    ],
 )
-def test_joint_law_of_three_tokens_by_chi_square(kind: str, coupled: bool) -> None:
+def test_joint_law_of_three_tokens_by_chi_square(kind: str, rule: str, coupled: bool) -> None:
     """D4. With the real random numbers: a generator that draws twice the same, or shares draws, shows up here."""
     prompt = [1, 2, 1] if kind == "n-gram" else [1]
     drafter, samples = LAW_DRAFTERS[kind](), 1000
-    settings = {"k": 2, "max_new_tokens": 3, "temperature": 1.0, "coupled": coupled}
+    settings = {"k": 2, "rule": rule, "max_new_tokens": 3, "temperature": 1.0, "coupled": coupled}
     counts = Counter(
         tuple(decode(TableModel(THREE_TARGET, 3), drafter, prompt, seed=seed, **settings)[0]) for seed in range(samples)
     )
@@ -378,14 +425,14 @@ def test_joint_law_of_three_tokens_by_chi_square(kind: str, coupled: bool) -> No
 
 @pytest.mark.parametrize("kind", DRAFTERS)
 def test_coupled_answers_do_not_depend_on_the_draft(kind: str) -> None:
-    """Random numbers that belong to positions: the seeded answer is that of plain decoding, whatever is drafted."""
+    """Random numbers that belong to positions: the seeded answer is plain decoding's, whatever draft and rule."""
     law = random_law(V, seed=3)
     settings = {"max_new_tokens": 40, "temperature": 1.0, "top_p": 0.95, "seed": 8, "coupled": True}
     plain, _ = decode(TableModel(law, V), NoDrafter(), PROMPT, **settings)
     target, random = TableModel(law, V), TableModel(random_law(V, seed=4), V)
-    for k in (1, 3, 8):
+    for k, rule in ((1, "block"), (3, "token"), (3, "block"), (8, "block")):
         drafter = drafter_of(kind, target, random, [*PROMPT, *plain])
-        answer, rounds = decode(target, drafter, PROMPT, k=k, **settings)
+        answer, rounds = decode(target, drafter, PROMPT, k=k, rule=rule, **settings)
         assert answer == plain
         if kind in ("same model", "oracle"):
             assert all(r.num_accepted == r.num_drafted for r in rounds)

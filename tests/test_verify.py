@@ -15,7 +15,7 @@ from fakes import all_outcomes, loaded_dice
 from slipstream import InputError, Verdict
 from slipstream.sampling import Sampler
 from slipstream.types import SamplingParams
-from slipstream.verify import accept_probs, residual, sample, verify
+from slipstream.verify import RULES, accept_probs, residual, sample, verify
 
 FOUR = (0.5, 0.3, 0.15, 0.05)
 
@@ -65,50 +65,56 @@ def uniforms(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Uniforms]:
 # --- mechanics --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("k", [1, 2, 3, 5, 8])
-def test_accepts_all_of_a_certain_draft_and_adds_the_bonus_token(k: int) -> None:
+def test_accepts_all_of_a_certain_draft_and_adds_the_bonus_token(k: int, rule: str) -> None:
     wanted = [i % 4 for i in range(k + 1)]
     target = one_hot_rows(wanted, 4)
     for probs in (None, one_hot_rows(wanted[:k], 4), random_rows(k, 4, seed=1)):
-        assert verify(target, torch.tensor(wanted[:k]), probs, generator()) == Verdict(k, wanted[k])
+        assert verify(target, torch.tensor(wanted[:k]), probs, generator(), rule) == Verdict(k, wanted[k])
 
 
+@pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize(("k", "slot"), [(k, slot) for k in (1, 2, 3, 5, 8) for slot in range(k)])
-def test_stops_at_the_first_wrong_token_and_corrects_it(k: int, slot: int) -> None:
+def test_stops_at_the_first_wrong_token_and_corrects_it(k: int, slot: int, rule: str) -> None:
     wanted = [i % 4 for i in range(k + 1)]
     drafted = list(wanted[:k])
     drafted[slot] = (drafted[slot] + 1) % 4
     target = one_hot_rows(wanted, 4)
     for probs in (None, one_hot_rows(drafted, 4), random_rows(k, 4, seed=slot)):
-        assert verify(target, torch.tensor(drafted), probs, generator(slot)) == Verdict(slot, wanted[slot])
+        assert verify(target, torch.tensor(drafted), probs, generator(slot), rule) == Verdict(slot, wanted[slot])
 
 
+@pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("probs", [None, torch.empty(0, 4, dtype=torch.float64)])
-def test_an_empty_draft_samples_from_the_only_row(probs: Tensor | None) -> None:
-    assert verify(rows((0, 0, 1, 0)), torch.tensor([], dtype=torch.long), probs, generator()) == Verdict(0, 2)
-    assert verify(rows((0, 0, 1, 0)), [], probs, None) == Verdict(0, 2)
+def test_an_empty_draft_samples_from_the_only_row(probs: Tensor | None, rule: str) -> None:
+    assert verify(rows((0, 0, 1, 0)), torch.tensor([], dtype=torch.long), probs, generator(), rule) == Verdict(0, 2)
+    assert verify(rows((0, 0, 1, 0)), [], probs, None, rule) == Verdict(0, 2)
 
 
-def test_a_later_token_never_stands_behind_a_rejected_one() -> None:
+@pytest.mark.parametrize("rule", RULES)
+def test_a_later_token_never_stands_behind_a_rejected_one(rule: str) -> None:
     """Tokens that pass were counted, and not those before the first one that fails."""
     target = one_hot_rows([0, 1, 2, 3, 0], 4)
-    assert verify(target, [0, 3, 2, 3], None, generator()) == Verdict(1, 1)
+    assert verify(target, [0, 3, 2, 3], None, generator(), rule) == Verdict(1, 1)
 
 
-def test_a_token_of_probability_zero_never_passes(uniforms: Callable[..., Uniforms]) -> None:
+@pytest.mark.parametrize("rule", RULES)
+def test_a_token_of_probability_zero_never_passes(rule: str, uniforms: Callable[..., Uniforms]) -> None:
     """Accepting on u <= P/q lets an impossible token through when u is exactly 0."""
     target = rows((0, 0.5, 0.5), (1, 0, 0))
     for probs in (None, rows((1, 0, 0)), rows((0, 0.5, 0.5))):
         uniforms(0.0, 0.0)
-        assert verify(target, [0], probs, None).num_accepted == 0
+        assert verify(target, [0], probs, None, rule).num_accepted == 0
 
 
-def test_a_draft_that_equals_the_target_is_always_accepted(uniforms: Callable[..., Uniforms]) -> None:
+@pytest.mark.parametrize("rule", RULES)
+def test_a_draft_that_equals_the_target_is_always_accepted(rule: str, uniforms: Callable[..., Uniforms]) -> None:
     largest = math.nextafter(1, 0)
     for seed in range(20):
         target = random_rows(4, 6, seed)
         uniforms(largest, largest, largest, 0.5)
-        assert verify(target, [0, 1, 2], target[:3], None).num_accepted == 3
+        assert verify(target, [0, 1, 2], target[:3], None, rule).num_accepted == 3
 
 
 # --- the law, by enumeration ------------------------------------------------------------------------------------------
@@ -141,13 +147,15 @@ def test_enumeration_gives_the_target_for_copied_tokens(seed: int) -> None:
     assert torch.allclose(law_by_formula(target, proposals, lambda x: None), target[0], rtol=0, atol=1e-12)
 
 
-def test_an_explicit_one_hot_q_is_the_same_as_none() -> None:
+@pytest.mark.parametrize("rule", RULES)
+def test_an_explicit_one_hot_q_is_the_same_as_none(rule: str) -> None:
     target = random_rows(4, 6, seed=3)
     drafted = torch.tensor([5, 0, 2])
     soft = one_hot_rows(drafted.tolist(), 6)
     assert torch.equal(accept_probs(target, drafted, None), accept_probs(target, drafted, soft))
     for seed in range(200):
-        assert verify(target, drafted, None, generator(seed)) == verify(target, drafted, soft, generator(seed))
+        one = verify(target, drafted, None, generator(seed), rule)
+        assert one == verify(target, drafted, soft, generator(seed), rule)
 
 
 def filtered(logits: Tensor, **params: float) -> Tensor:
@@ -196,9 +204,10 @@ def test_ids_that_the_target_does_not_want(missing: list[int]) -> None:
     assert not law[missing].any()
 
 
+@pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("soft", [True, False])
 @pytest.mark.parametrize("k", [1, 2, 3])
-def test_enumeration_of_whole_rounds(k: int, soft: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_enumeration_of_whole_rounds(k: int, soft: bool, rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The joint law of a round's tokens, run on to k + 1 with the target, is the product of the target's rows."""
     target, q = random_rows(k + 1, 3, seed=k), random_rows(k, 3, seed=k + 9, spread=3)
 
@@ -206,7 +215,7 @@ def test_enumeration_of_whole_rounds(k: int, soft: bool, monkeypatch: pytest.Mon
         drafted = [dice.choose(q[i].tolist()) for i in range(k)]
         with monkeypatch.context() as patch:
             loaded_dice(patch, dice)
-            verdict = verify(target, torch.tensor(drafted), q if soft else None, None)
+            verdict = verify(target, torch.tensor(drafted), q if soft else None, None, rule)
         out = [*drafted[: verdict.num_accepted], verdict.next_token]
         while len(out) <= k:
             out.append(dice.choose(target[len(out)].tolist()))
@@ -238,7 +247,7 @@ def test_verify_accepts_and_corrects_at_the_exact_thresholds(
                 continue
             for point, token in thresholds(target[1] if accepted else left):
                 uniforms(u, point)
-                assert verify(target, drafted, q, None) == Verdict(accepted, token)
+                assert verify(target, drafted, q, None, "token") == Verdict(accepted, token)
 
 
 def thresholds(row: Tensor) -> list[tuple[float, int]]:
@@ -249,40 +258,44 @@ def thresholds(row: Tensor) -> list[tuple[float, int]]:
     return [(u, t) for a, b, t in shares for u in (a + 1e-12, b - 1e-12)]
 
 
-def test_each_decision_has_a_random_number_of_its_own(uniforms: Callable[..., Uniforms]) -> None:
+@pytest.mark.parametrize("rule", RULES)
+def test_each_decision_has_a_random_number_of_its_own(rule: str, uniforms: Callable[..., Uniforms]) -> None:
     """The residual was sampled with the very number that had decided the rejection: the draws must be independent."""
     target = random_rows(4, 5, seed=2)
     stub = uniforms(0.999, 0.999, 0.999, 0.3)
-    verify(target, [0, 1, 2], None, None)
+    verify(target, [0, 1, 2], None, None, rule)
     assert sum(math.prod(shape) for shape in stub.shapes) == 4
 
 
-def test_draws_come_from_the_generator_alone() -> None:
+@pytest.mark.parametrize("rule", RULES)
+def test_draws_come_from_the_generator_alone(rule: str) -> None:
     target, drafted = random_rows(4, 5, seed=2), [0, 1, 2]
     torch.manual_seed(1)
-    first = [verify(target, drafted, None, generator(s)) for s in range(50)]
+    first = [verify(target, drafted, None, generator(s), rule) for s in range(100)]
     torch.manual_seed(2)
     before = torch.random.get_rng_state()
-    assert [verify(target, drafted, None, generator(s)) for s in range(50)] == first
+    assert [verify(target, drafted, None, generator(s), rule) for s in range(100)] == first
     assert torch.equal(torch.random.get_rng_state(), before)
     assert len(set(first)) > 5
 
 
-def test_without_a_generator_the_global_one_is_used() -> None:
+@pytest.mark.parametrize("rule", RULES)
+def test_without_a_generator_the_global_one_is_used(rule: str) -> None:
     target = random_rows(4, 5, seed=2)
     torch.manual_seed(5)
-    first = [verify(target, [0, 1, 2], None, None) for _ in range(20)]
+    first = [verify(target, [0, 1, 2], None, None, rule) for _ in range(20)]
     torch.manual_seed(5)
-    assert [verify(target, [0, 1, 2], None, None) for _ in range(20)] == first
+    assert [verify(target, [0, 1, 2], None, None, rule) for _ in range(20)] == first
 
 
-def test_acceptance_and_correction_are_independent() -> None:
+@pytest.mark.parametrize("rule", RULES)
+def test_acceptance_and_correction_are_independent(rule: str) -> None:
     """Which token a draft proposed, whether it passes, and what follows: each pair of slots is independent."""
     target = rows(FOUR, FOUR, FOUR)
     one = generator(3)
     pairs: Counter[tuple[int, int]] = Counter()
     for _ in range(3000):
-        verdict = verify(target, [0, 1], None, one)
+        verdict = verify(target, [0, 1], None, one, rule)
         out = [*range(verdict.num_accepted), verdict.next_token]
         if len(out) > 1:
             pairs[(out[0], out[1])] += 1
@@ -315,23 +328,25 @@ def test_draft_that_always_proposes_the_same_symbol_by_enumeration() -> None:
 # --- inputs -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("soft", [True, False])
-def test_inputs_are_unchanged(soft: bool) -> None:
+def test_inputs_are_unchanged(soft: bool, rule: str) -> None:
     """D5. A residual computed in place left the next request with a damaged distribution."""
     target, q, drafted = random_rows(4, 5, 1), random_rows(3, 5, 2) if soft else None, torch.tensor([0, 1, 2])
     copies = target.clone(), None if q is None else q.clone(), drafted.clone()
     for seed in range(30):
-        verify(target, drafted, q, generator(seed))
+        verify(target, drafted, q, generator(seed), rule)
     assert torch.equal(target, copies[0])
     assert torch.equal(drafted, copies[2])
     assert q is None or torch.equal(q, copies[1])
 
 
-def test_read_only_arrays_are_enough() -> None:
+@pytest.mark.parametrize("rule", RULES)
+def test_read_only_arrays_are_enough(rule: str) -> None:
     """D5. Inference tensors cannot be written to: nothing may try."""
     with torch.inference_mode():
         target, q = random_rows(4, 5, 1), random_rows(3, 5, 2)
-    assert verify(target, [0, 1, 2], q, generator()).num_accepted <= 3
+    assert verify(target, [0, 1, 2], q, generator(), rule).num_accepted <= 3
 
 
 @pytest.mark.parametrize("temperature", [0.2, 1.0, 2.0])
@@ -395,7 +410,7 @@ def test_mixed_dtypes(target_dtype: torch.dtype, draft_dtype: torch.dtype) -> No
     coarse = min((target_dtype, draft_dtype), key=lambda d: -torch.finfo(d).eps)
     assert torch.allclose(got.double(), exact, rtol=2 * torch.finfo(coarse).eps, atol=0)
     for seed in range(20):
-        verdict = verify(target, [0, 1, 2], q, generator(seed))
+        verdict = verify(target, [0, 1, 2], q, generator(seed), RULES[seed % 2])
         assert 0 <= verdict.num_accepted <= 3
         assert 0 <= verdict.next_token < 6
 
@@ -454,14 +469,15 @@ def test_shapes_that_do_not_fit_are_named(
     assert names in str(error.value)
 
 
+@pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("soft", [True, False])
 @pytest.mark.parametrize("token", [4, -1, 7])
-def test_an_id_outside_the_vocabulary_is_an_error(token: int, soft: bool) -> None:
+def test_an_id_outside_the_vocabulary_is_an_error(token: int, soft: bool, rule: str) -> None:
     """A negative id would quietly be read from the end of the row."""
     with pytest.raises((InputError, RuntimeError), match=str(token)):
-        verify(torch.full((2, 4), 0.25), [token], torch.full((1, 4), 0.25) if soft else None, generator())
+        verify(torch.full((2, 4), 0.25), [token], torch.full((1, 4), 0.25) if soft else None, generator(), rule)
 
 
 def test_an_unknown_rule_is_named() -> None:
-    with pytest.raises(InputError, match="rule 'tokens' is not known; use 'token'"):
+    with pytest.raises(InputError, match="rule 'tokens' is not known; use 'block' or 'token'"):
         verify(rows(FOUR), [], None, generator(), rule="tokens")

@@ -20,7 +20,7 @@ from slipstream.errors import InputError
 from slipstream.models.base import Cache, Model, feed
 from slipstream.sampling import Sampler
 from slipstream.types import Draft, Round, TokenLogprob
-from slipstream.verify import match, verify
+from slipstream.verify import RULES, match, verify
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Decoder:
     sampler: Sampler
     k: int
     max_length: int
-    rule: str = "token"
+    rule: str = RULES[0]
 
     def rounds(self, prompt: Sequence[int], ended: Callable[[int], bool]) -> Iterator[Round]:
         """Generate until ``ended`` says so.

@@ -20,7 +20,7 @@ from slipstream.sampling import Sampler, validate
 from slipstream.stats import count_rounds
 from slipstream.text import Ending, Prompt, encode, token_id
 from slipstream.types import Output, Piece, Round, SamplingParams, Stats
-from slipstream.verify import check_rule
+from slipstream.verify import RULES, check_rule
 
 
 class SpeculativeDecoding:
@@ -34,7 +34,8 @@ class SpeculativeDecoding:
         k: number of draft tokens in a round; 0 decodes plainly.
         tokenizer: needed only where text goes in or out of a model that came without one.
         rejection_sampling: None samples if the temperature is above 0; False insists on greedy decoding.
-        rule: accept rule, see ``slipstream.verify``.
+        rule: ``"block"`` (never accepts fewer tokens in expectation) or ``"token"``, see ``slipstream.verify``. Greedy
+            answers do not depend on it, and ``bit_exact`` does not use it.
         bit_exact: the target's logits have the same bits however many tokens are in a pass, and random numbers belong
             to positions: greedy and seeded answers are those of plain decoding, always (lean decoder on a CPU only).
         defaults: fields of ``SamplingParams``, for calls that do not say otherwise.
@@ -51,7 +52,7 @@ class SpeculativeDecoding:
         *,
         tokenizer: Any | None = None,
         rejection_sampling: bool | None = None,
-        rule: str = "token",
+        rule: str = RULES[0],
         bit_exact: bool = False,
         **defaults: Any,
     ) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from slipstream.cli.options import model_options
+from slipstream.cli.options import model_options, rule_option
 
 _EXAMPLES = """\b
 Examples:
@@ -37,6 +37,7 @@ class _Remembering(click.Command):
 @click.argument("model", metavar="TARGET")
 @click.option("--draft", "drafts", multiple=True, metavar="DRAFT", help="A model, or ngram (default); repeatable.")
 @click.option("-k", "ks", default="1,2,4,8", metavar="K,K,...", help="Draft tokens in a round (default: 1,2,4,8).")
+@rule_option
 @click.option("--prompts", metavar="FILE", help="JSON lines, or humaneval[:N] (default: eight of the package's own).")
 @click.option("--limit", type=int, metavar="N", help="Take N of the prompts, evenly spaced.")
 @click.option("--max-new-tokens", "-n", type=int, default=128, metavar="N", help="At most N tokens (default: 128).")

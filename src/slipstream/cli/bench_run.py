@@ -43,6 +43,7 @@ class BenchTask:
     model: str
     drafts: tuple[str, ...]
     ks: str
+    rule: str
     prompts: str | None
     limit: int | None
     max_new_tokens: int
@@ -253,7 +254,9 @@ def _settings(task: BenchTask, plan: Plan, loaded: dict[str, Model]) -> dict[tup
     labels = {path: label for label, path in task.draft_models.items()}
     named = [(labels.get(draft, draft), loaded.get(labels.get(draft, ""), draft)) for draft in task.drafts]
     target = loaded["target"]
-    return {(label, k): SpeculativeDecoding(target, draft, k) for label, draft in named for k in plan.ks}
+    return {
+        (label, k): SpeculativeDecoding(target, draft, k, rule=task.rule) for label, draft in named for k in plan.ks
+    }
 
 
 def _own(
@@ -377,6 +380,7 @@ def _about(task: BenchTask, bench: Bench, machine: Machine, interrupted: bool) -
             label: {"name": path, "weights": _weights_of(bench.drafts[label], task.draft_weights)}
             for label, path in task.draft_models.items()
         },
+        "rule": task.rule,
         "prompt_source": task.prompts or "built-in",
         "interrupted": interrupted,
     }

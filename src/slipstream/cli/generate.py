@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from slipstream.cli.options import model_options, output_options, sampling_options, sampling_params
+from slipstream.cli.options import model_options, output_options, rule_option, sampling_options, sampling_params
 from slipstream.cli.prompt import Prompt, read_prompt
 from slipstream.cli.screen import note
 
@@ -25,6 +25,7 @@ The answer goes to stdout, figures go to stderr. On a terminal each token is col
 @click.argument("source", required=False, metavar="[-]")
 @click.option("--draft", default="ngram", metavar="DRAFT", help="A model, ngram (default: copies from the text), none.")
 @click.option("-k", "k", type=int, default=4, metavar="K", help="Draft tokens in a round (default: 4).")
+@rule_option
 @click.option("--prompt", "-p", metavar="TEXT", help="The prompt.")
 @click.option("--prompt-file", "-f", metavar="FILE", help="Read the prompt from FILE; - is stdin.")
 @click.option("--chat", is_flag=True, help="The prompt is a message: apply the model's chat template.")

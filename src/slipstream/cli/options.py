@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 WEIGHTS = ("auto", "fp32", "bf16", "fp16", "int8")
+#: Those of ``slipstream.verify``, which would import torch.
+RULES = ("block", "token")
 
 # Without a default here: what is not given keeps the default of SamplingParams.
 _SAMPLING = (
@@ -42,6 +44,15 @@ _OUTPUT = (
     click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout, and nothing else there."),
     click.option("--no-color", is_flag=True, help="No colours on a terminal; so does the variable NO_COLOR."),
     click.option("--svg", metavar="FILE", help="Save the coloured answer and the figures as an SVG picture."),
+)
+
+
+#: How sampled drafts are verified.
+rule_option = click.option(
+    "--rule",
+    type=click.Choice(RULES),
+    default=RULES[0],
+    help="Accept rule for sampling: block (default; never accepts less) or token.",
 )
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 
+from slipstream.cli.options import RULES
 from slipstream.cli.prompt import Prompt
 from slipstream.cli.screen import Screen, console, is_terminal, legend
 from slipstream.errors import InputError
@@ -39,6 +40,7 @@ class Task:
     params: SamplingParams
     draft: str = "ngram"
     k: int = 4
+    rule: str = RULES[0]
     weights: str = "auto"
     draft_weights: str = "auto"
     device: str = "cpu"
@@ -150,7 +152,7 @@ def _answers(task: Task, models: Models, ids: list[int]) -> Report:
 
     greedy = task.params.temperature == 0
     stream = _answer_stream(task)
-    spec = SpeculativeDecoding(target_model=models.target, draft_model=models.draft, k=task.k)
+    spec = SpeculativeDecoding(target_model=models.target, draft_model=models.draft, k=task.k, rule=task.rule)
     plain: Answer | None = None
     if task.compare:
         plainly = SpeculativeDecoding(target_model=models.target, draft_model=None)
@@ -193,6 +195,7 @@ def _show(report: Report, task: Task) -> None:
         err.print(f"\nSaved {task.svg}.")
     if task.as_json:
         settings: dict[str, Any] = {
+            "rule": None if task.plain else task.rule,
             "weights": task.weights,
             "draft_weights": task.draft_weights if task.drafts_by_model else None,
             "device": task.device,
