@@ -42,13 +42,13 @@ from fakes import (
     wrong_at,
 )
 from slipstream import Draft, load_model
-from slipstream.drafters import Drafter, ModelDrafter, NgramDrafter, NoDrafter
+from slipstream.drafters import Drafter, ModelDrafter, NoDrafter, SuffixDrafter
 from slipstream.models.llama import LlamaModel
 from slipstream.sampling import Sampler
 from slipstream.types import SamplingParams
 
 KS = [0, 1, 2, 3, 5, 8]
-DRAFTERS = ["same model", "random model", "oracle", "always wrong", "n-gram"]
+DRAFTERS = ["same model", "random model", "oracle", "always wrong", "suffix"]
 
 # --- greedy, toy models -----------------------------------------------------------------------------------------------
 
@@ -62,7 +62,7 @@ def drafter_of(kind: str, target: Any, random: Any, sequence: Sequence[int]) -> 
         "random model": lambda: ModelDrafter(random, target.vocab_size),
         "oracle": lambda: oracle(sequence),
         "always wrong": lambda: always_wrong(sequence, target.vocab_size),
-        "n-gram": lambda: NgramDrafter(3, 1),
+        "suffix": lambda: SuffixDrafter(min_probability=0),
     }
     return made[kind]()
 
@@ -226,7 +226,7 @@ def test_greedy_real_weights(smollm2: Path, weights: str, tolerance: float) -> N
     messages = [{"role": "user", "content": text}]
     prompt = target.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     plain, rounds = decode(target, NoDrafter(), prompt, max_new_tokens=20)
-    answer, fewer = decode(target, NgramDrafter(), prompt, k=6, max_new_tokens=20)
+    answer, fewer = decode(target, SuffixDrafter(min_probability=0), prompt, k=6, max_new_tokens=20)
     assert gap_at_split(target, prompt, plain, answer) <= tolerance
     assert len(fewer) < len(rounds)
 
@@ -264,7 +264,7 @@ LAW_DRAFTERS: dict[str, Callable[[], Drafter]] = {
     "greedy model": lambda: greedy_of(THREE_DRAFT),
     "explicit one-hot": lambda: ForcedDrafter(soft_argmax),
     "always the same symbol": lambda: ForcedDrafter(lambda tokens, k: [0] * k),
-    "n-gram": lambda: NgramDrafter(2, 1),
+    "suffix": lambda: SuffixDrafter(min_probability=0),
     "fewer ids": lambda: model_drafter(two_ids, 2),
     "more ids": lambda: model_drafter(five_ids, 5),
 }
@@ -307,7 +307,7 @@ def assert_same_law(law: dict[Any, float], expected: dict[Any, float]) -> None:
 @pytest.mark.parametrize("kind", LAW_DRAFTERS)
 def test_joint_law_of_three_tokens_by_enumeration(kind: str, k: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """D4. Every way that draft, acceptance and sampling can fall, through the whole decoder; exact to 1e-12."""
-    prompt = [1, 2, 1] if kind == "n-gram" else [1]
+    prompt = [1, 2, 1] if kind == "suffix" else [1]
     law = exact_law(LAW_DRAFTERS[kind], prompt, monkeypatch, k=k, max_new_tokens=3, temperature=1.0)
     assert_same_law(law, joint_law(THREE_TARGET, prompt, 3, softmax))
 
@@ -360,11 +360,11 @@ def test_joint_law_with_a_draft_that_breaks_down(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize(
-    ("kind", "coupled"), [("model", False), ("greedy model", False), ("n-gram", False), ("model", True)]
+    ("kind", "coupled"), [("model", False), ("greedy model", False), ("suffix", False), ("model", True)]
 )
 def test_joint_law_of_three_tokens_by_chi_square(kind: str, coupled: bool) -> None:
     """D4. With the real random numbers: a generator that draws twice the same, or shares draws, shows up here."""
-    prompt = [1, 2, 1] if kind == "n-gram" else [1]
+    prompt = [1, 2, 1] if kind == "suffix" else [1]
     drafter, samples = LAW_DRAFTERS[kind](), 1000
     settings = {"k": 2, "max_new_tokens": 3, "temperature": 1.0, "coupled": coupled}
     counts = Counter(

@@ -36,6 +36,11 @@ def is_model(member: str) -> bool:
     return member not in (SUFFIX, NONE)
 
 
+def short_name(draft: str) -> str:
+    """What to call it in a table: the last part of each path."""
+    return ",".join(Path(member).name for member in members(draft))
+
+
 def _exists(path: str) -> bool:
     try:
         return Path(path).exists()

@@ -18,7 +18,7 @@ from slipstream.sampling import Sampler
 from slipstream.types import Draft, DraftEnd
 
 #: How sure all but the last must be of a token; see the lab notes.
-MIN_CONFIDENCE = 0.6
+MIN_CONFIDENCE = 0.7
 
 
 class CascadeDrafter:

@@ -16,8 +16,8 @@ from slipstream.errors import InputError
 from slipstream.sampling import Sampler
 from slipstream.types import Draft, DraftEnd
 
-#: A match of one token counts for as much as this many times that something else followed.
-DOUBT = 2.0
+#: How often, in doubt, something else is taken to have followed a match of one token; of n tokens, an n-th of it.
+DOUBT = 3.0
 
 
 class SuffixDrafter:
@@ -119,9 +119,9 @@ class SuffixSession:
 
 
 def confidence(follower: Follower) -> float:
-    """count / (total + 2 / length): the conditional frequency, as far as so many sightings of so long a match tell.
+    """count / (total + 3 / length): the conditional frequency, as far as so many sightings of so long a match tell.
 
     >>> [round(confidence(Follower(7, count, count, length)), 2) for count, length in ((1, 1), (1, 8), (9, 1))]
-    [0.33, 0.8, 0.82]
+    [0.25, 0.73, 0.75]
     """
     return follower.count / (follower.total + DOUBT / follower.length)
