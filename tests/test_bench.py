@@ -927,7 +927,8 @@ def test_the_model_to_ask_for_may_be_named(server: FakeServer) -> None:
         (["-n", "1"], "--max-new-tokens 1"),
         (["-t", "-1"], "temperature=-1"),
         (["--draft", "none"], "--draft none"),
-        (["--draft", "suffix", "--draft", "suffix"], "twice"),
+        (["--draft", "suffix", "--draft", "ngram"], "twice"),
+        (["--draft", "suffix,none"], "drafts nothing"),
         (["--out", "/no/such/folder/a.json"], "/no/such/folder"),
         (["--out", "/"], "is a folder"),
         (["--plot", "/no/such/folder/a.png"], "/no/such/folder"),
@@ -981,7 +982,7 @@ def test_bench_measures_everything(roomy: tuple[Path, Path], prompts: str, tmp_p
     target, draft = roomy
     out, plot = tmp_path / "result.json", tmp_path / "plot.svg"
     args = (
-        target, "--draft", draft, "--draft", "suffix", "-k", "2,4", "--prompts", prompts, "-n", 16, "--repeat", 2,
+        target, "--draft", draft, "--draft", "suffix", "--draft", f"suffix,{draft}", "-k", "2,4", "--prompts", prompts, "-n", 16, "--repeat", 2,
         "--ignore-eos", "--weights", "fp32", "--draft-weights", "fp32", "--peer", "hf-plain,hf-lookup",
         "--out", out, "--plot", plot, "--json",
     )  # fmt: skip
@@ -992,7 +993,7 @@ def test_bench_measures_everything(roomy: tuple[Path, Path], prompts: str, tmp_p
     assert found == json.loads(out.read_text())
     assert ESCAPE not in result.output
 
-    own = [PLAIN, "draft k=2", "draft k=4", "suffix k=2", "suffix k=4"]
+    own = [PLAIN, "draft k=2", "draft k=4", "suffix k=2", "suffix k=4", "suffix,draft k=2", "suffix,draft k=4"]
     assert [c["name"] for c in found["contenders"]] == [*own, "hf-plain", "hf-lookup"]
     assert found["command"].startswith(f"slipstream bench {target} --draft {draft}")
     assert found["machine"]["cpu"]
@@ -1029,7 +1030,7 @@ def check_figures(found: dict[str, Any]) -> None:
         assert f["speed_up"]["count"] == f["whole_answer_speed_up"]["count"] == 4
         assert f["first_token_seconds"]["median"] > 0
         assert f["peak_memory_bytes"] > 0
-    for name in ("draft k=4", "suffix k=4"):
+    for name in ("draft k=4", "suffix k=4", "suffix,draft k=4"):
         f = found["overall"][name]
         assert 0 <= f["acceptance"]["rate"] <= 1
         assert len(f["acceptance"]["per_position"]) == len(f["acceptance"]["conditional"]) <= 4
@@ -1044,7 +1045,7 @@ def check_figures(found: dict[str, Any]) -> None:
 
 def check_records(found: dict[str, Any]) -> None:
     """Draft time, verify time, accepted lengths and end-to-end time of both ways are in every record."""
-    assert len(found["records"]) == 7 * 2 * 2
+    assert len(found["records"]) == 9 * 2 * 2
     plain = {(r["prompt"], r["repeat"]): r for r in found["records"] if r["contender"] == PLAIN}
     for record in found["records"]:
         beside = plain[record["prompt"], record["repeat"]]

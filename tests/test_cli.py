@@ -124,6 +124,8 @@ def refused(result: Result, *fragments: str) -> None:
         (["-p", "a", "--threads", "0"], "--threads 0"),
         (["-p", "a", "--threads", "100000000"], "1 to 1024"),
         (["-p", "a", "--compare", "--draft", "none"], "--compare"),
+        (["-p", "a", "--draft", "suffix,"], "--draft 'suffix,'"),
+        (["-p", "a", "--draft", "suffix,ngram"], "twice"),
         (["-p", "a", "--compare", "-k", "0"], "--compare"),
         (["-p", "a", "--svg", "/no/such/folder/a.svg"], "/no/such/folder/a.svg"),
         (["-p", "a", "--svg", "/"], "is a folder"),
@@ -240,9 +242,9 @@ def test_argument_that_is_not_utf_8(tiny_checkpoint: Path) -> None:
 # --- answers ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("draft", ["suffix", "none", "model"])
+@pytest.mark.parametrize("draft", ["suffix", "ngram", "none", "model", "suffix,model"])
 def test_answer_is_the_library_s(draft: str, tiny_checkpoint: Path, tiny_draft_checkpoint: Path) -> None:
-    draft = str(tiny_draft_checkpoint) if draft == "model" else draft
+    draft = draft.replace("model", str(tiny_draft_checkpoint))
     args = ("--max-new-tokens", 30, "--ignore-eos", "--draft", draft, "-k", 3)
     result = invoke("generate", tiny_checkpoint, "--prompt", "the cat and the cat", *args)
     spec = SpeculativeDecoding(target_model=load_model(tiny_checkpoint))

@@ -42,13 +42,13 @@ from fakes import (
     wrong_at,
 )
 from slipstream import Draft, load_model
-from slipstream.drafters import Drafter, ModelDrafter, NoDrafter, SuffixDrafter
+from slipstream.drafters import CascadeDrafter, Drafter, ModelDrafter, NoDrafter, SuffixDrafter, SuffixStore
 from slipstream.models.llama import LlamaModel
 from slipstream.sampling import Sampler
 from slipstream.types import SamplingParams
 
 KS = [0, 1, 2, 3, 5, 8]
-DRAFTERS = ["same model", "random model", "oracle", "always wrong", "suffix"]
+DRAFTERS = ["same model", "random model", "oracle", "always wrong", "suffix", "cascade"]
 
 # --- greedy, toy models -----------------------------------------------------------------------------------------------
 
@@ -63,6 +63,9 @@ def drafter_of(kind: str, target: Any, random: Any, sequence: Sequence[int]) -> 
         "oracle": lambda: oracle(sequence),
         "always wrong": lambda: always_wrong(sequence, target.vocab_size),
         "suffix": lambda: SuffixDrafter(min_probability=0),
+        "cascade": lambda: CascadeDrafter(
+            [SuffixDrafter(), ModelDrafter(random, target.vocab_size)], min_confidence=0.4
+        ),
     }
     return made[kind]()
 
@@ -251,6 +254,13 @@ def five_ids(tokens: Sequence[int]) -> Tensor:
     return random_law(5, seed=24, order=1)(tokens)
 
 
+def store_of(*documents: Sequence[int]) -> SuffixStore:
+    store = SuffixStore()
+    for document in documents:
+        store.add(document)
+    return store
+
+
 def soft_argmax(tokens: Sequence[int], k: int) -> Draft:
     """A drafter of a third party that copies, and says so with explicit one-hot rows."""
     drafted = greedy_of(THREE_DRAFT).draft(tokens, k).tokens
@@ -265,9 +275,26 @@ LAW_DRAFTERS: dict[str, Callable[[], Drafter]] = {
     "explicit one-hot": lambda: ForcedDrafter(soft_argmax),
     "always the same symbol": lambda: ForcedDrafter(lambda tokens, k: [0] * k),
     "suffix": lambda: SuffixDrafter(min_probability=0),
+    "store": lambda: SuffixDrafter(store_of([1, 2, 0, 2, 2], [2, 1, 1, 0]), min_probability=0),
+    "copied, then drawn": lambda: CascadeDrafter(
+        [SuffixDrafter(min_probability=0, factor=1), model_drafter()], min_confidence=0.2
+    ),
+    "drawn, then copied": lambda: CascadeDrafter(
+        [SuffixDrafter(min_probability=0), model_drafter()], min_confidence=0.3
+    ),
+    "copied, then fewer ids": lambda: CascadeDrafter(
+        [SuffixDrafter(min_probability=0, factor=1), model_drafter(two_ids, 2)], min_confidence=0.2
+    ),
     "fewer ids": lambda: model_drafter(two_ids, 2),
     "more ids": lambda: model_drafter(five_ids, 5),
 }
+
+
+def prompt_for(kind: str) -> list[int]:
+    """One with something to copy for those who copy."""
+    return [1, 2, 1] if kind == "suffix" or "copied" in kind else [1]
+
+
 #: Settings that change q, P or both, and what they make of a row of logits; None: the sampler itself, tested elsewhere.
 SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -307,18 +334,19 @@ def assert_same_law(law: dict[Any, float], expected: dict[Any, float]) -> None:
 @pytest.mark.parametrize("kind", LAW_DRAFTERS)
 def test_joint_law_of_three_tokens_by_enumeration(kind: str, k: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """D4. Every way that draft, acceptance and sampling can fall, through the whole decoder; exact to 1e-12."""
-    prompt = [1, 2, 1] if kind == "suffix" else [1]
+    prompt = prompt_for(kind)
     law = exact_law(LAW_DRAFTERS[kind], prompt, monkeypatch, k=k, max_new_tokens=3, temperature=1.0)
     assert_same_law(law, joint_law(THREE_TARGET, prompt, 3, softmax))
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
-@pytest.mark.parametrize("kind", ["model", "greedy model"])
+@pytest.mark.parametrize("kind", ["model", "greedy model", "copied, then drawn"])
 def test_joint_law_with_processors_by_enumeration(kind: str, settings: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """D2, P1, P4. A draft was verified with the distribution from before its filters, or with a history one short."""
     given = {"temperature": 1.0, **SETTINGS[settings]}
-    law = exact_law(LAW_DRAFTERS[kind], [1], monkeypatch, k=2, max_new_tokens=3, **given)
-    assert_same_law(law, joint_law(THREE_TARGET, [1], 3, processed(given, 1)))
+    prompt = prompt_for(kind)
+    law = exact_law(LAW_DRAFTERS[kind], prompt, monkeypatch, k=2, max_new_tokens=3, **given)
+    assert_same_law(law, joint_law(THREE_TARGET, prompt, 3, processed(given, len(prompt))))
 
 
 def test_joint_law_where_drafting_stops_early(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -360,11 +388,20 @@ def test_joint_law_with_a_draft_that_breaks_down(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize(
-    ("kind", "coupled"), [("model", False), ("greedy model", False), ("suffix", False), ("model", True)]
+    ("kind", "coupled"),
+    [
+        ("model", False),
+        ("greedy model", False),
+        ("suffix", False),
+        ("copied, then drawn", False),
+        ("drawn, then copied", False),
+        ("model", True),
+        ("drawn, then copied", True),
+    ],
 )
 def test_joint_law_of_three_tokens_by_chi_square(kind: str, coupled: bool) -> None:
     """D4. With the real random numbers: a generator that draws twice the same, or shares draws, shows up here."""
-    prompt = [1, 2, 1] if kind == "suffix" else [1]
+    prompt = prompt_for(kind)
     drafter, samples = LAW_DRAFTERS[kind](), 1000
     settings = {"k": 2, "max_new_tokens": 3, "temperature": 1.0, "coupled": coupled}
     counts = Counter(
@@ -374,6 +411,24 @@ def test_joint_law_of_three_tokens_by_chi_square(kind: str, coupled: bool) -> No
     assert set(counts) <= set(expected)
     observed = [counts[sequence] for sequence in expected]
     assert chisquare(observed, [samples * p for p in expected.values()]).pvalue > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("kind", "sources"),
+    [
+        ("copied, then drawn", {("suffix", "toy", "suffix")}),
+        ("drawn, then copied", {("toy", "suffix", "toy"), ("toy", "toy", "suffix")}),
+    ],
+)
+def test_the_cascades_of_the_laws_mix_drafts(kind: str, sources: set[tuple[str, ...]]) -> None:
+    """Or the laws above would be of something else."""
+    found = set()
+    for seed in range(30):
+        sampler = Sampler(SamplingParams(temperature=1.0), 3, (), seed)
+        draft = LAW_DRAFTERS[kind]().start(sampler).draft(prompt_for(kind), 3)
+        assert draft.probs is not None
+        found.add(draft.sources)
+    assert found >= sources
 
 
 @pytest.mark.parametrize("kind", DRAFTERS)
