@@ -43,19 +43,30 @@ def read_ids(name: str | None, count: int) -> list[int]:
     return [known.setdefault(word, len(known)) for word in re.findall(r"\w+|\s+|[^\w\s]", text)][:count]
 
 
-def measure(ids: list[int], size: int, store: SuffixStore | None) -> dict[str, Any]:
-    """Time the first draft behind ``size`` tokens, and the ``DRAFTS`` after it."""
-    session = SuffixDrafter(store).start(Sampler(SamplingParams(), 1, (), 0))
+def measure(ids: list[int], store: SuffixStore | None) -> list[dict[str, Any]]:
+    """Time the first draft behind each number of tokens, and the ``DRAFTS`` after it, all sizes in turn."""
+    sessions = [SuffixDrafter(store).start(Sampler(SamplingParams(), 1, (), 0)) for _ in SIZES]
+    first = [timed_draft(session, ids[:size])[0] for session, size in zip(sessions, SIZES, strict=True)]
+    drafts: list[list[tuple[float, int]]] = [[] for _ in SIZES]
+    for number in range(1, DRAFTS + 1):
+        for own, session, size in zip(drafts, sessions, SIZES, strict=True):
+            own.append(timed_draft(session, ids[: size + STEP * number]))
+    return [
+        {
+            "tokens": size,
+            "first": start,
+            "draft": spread(seconds for seconds, _ in own),
+            "drafted": sum(count for _, count in own) / DRAFTS,
+        }
+        for size, start, own in zip(SIZES, first, drafts, strict=True)
+    ]
+
+
+def timed_draft(session: Any, tokens: list[int]) -> tuple[float, int]:
+    """Seconds, and the number of tokens drafted."""
     start = perf_counter()
-    session.draft(ids[:size], K)
-    first = perf_counter() - start
-    seconds, drafted = [], 0
-    for length in range(size + STEP, size + STEP * (DRAFTS + 1), STEP):
-        tokens = ids[:length]
-        start = perf_counter()
-        drafted += len(session.draft(tokens, K).tokens)
-        seconds.append(perf_counter() - start)
-    return {"tokens": size, "first": first, "draft": spread(seconds), "drafted": drafted / DRAFTS}
+    draft = session.draft(tokens, K)
+    return perf_counter() - start, len(draft.tokens)
 
 
 def main() -> None:
@@ -69,7 +80,7 @@ def main() -> None:
     store.add(ids[-SIZES[-1] :])
     found: dict[str, Any] = {}
     for name, used in (("alone", None), ("with a store of 64k tokens", store)):
-        rows = found[name] = [measure(ids, size, used) for size in SIZES]
+        rows = found[name] = measure(ids, used)
         print(f"{name}:")
         for row in rows:
             each = row["draft"].median * 1e6

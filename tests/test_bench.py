@@ -982,7 +982,8 @@ def test_bench_measures_everything(roomy: tuple[Path, Path], prompts: str, tmp_p
     target, draft = roomy
     out, plot = tmp_path / "result.json", tmp_path / "plot.svg"
     args = (
-        target, "--draft", draft, "--draft", "suffix", "--draft", f"suffix,{draft}", "-k", "2,4", "--prompts", prompts, "-n", 16, "--repeat", 2,
+        target, "--draft", draft, "--draft", "suffix", "--draft", f"suffix,{draft}",
+        "-k", "2,4", "--prompts", prompts, "-n", 16, "--repeat", 2,
         "--ignore-eos", "--weights", "fp32", "--draft-weights", "fp32", "--peer", "hf-plain,hf-lookup",
         "--out", out, "--plot", plot, "--json",
     )  # fmt: skip

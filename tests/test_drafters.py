@@ -176,7 +176,7 @@ def test_q_is_over_the_targets_ids(own: int, wanted: int) -> None:
     assert max(draft.tokens) < min(own, wanted)
 
 
-# --- all of them -------------------------------------------------------------------------------------------------------
+# --- all of them ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("make", [lambda: ModelDrafter(model(), V), SuffixDrafter, NoDrafter])
