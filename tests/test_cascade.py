@@ -210,6 +210,18 @@ def test_a_model_rolls_back_what_others_drafted(committed: int) -> None:
         assert session.draft_after(tokens, given, 3) == fresh
 
 
+def test_random_numbers_of_positions_count_what_others_drafted() -> None:
+    """In bit-exact mode each position has its own random numbers: those of the position, not of the place in a draft."""
+
+    def start() -> Any:
+        return ModelDrafter(TableModel(SMALL, V), V).start(
+            Sampler(SamplingParams(temperature=1.0), 2, (), 7, coupled=True)
+        )
+
+    behind, alone = start().draft_after([1, 2, 3], [4, 5], 6), start().draft([1, 2, 3, 4, 5], 6)
+    assert behind.tokens == alone.tokens
+
+
 @pytest.mark.parametrize("limit", range(3, 9))
 def test_the_context_limit_of_a_model_behind_others(limit: int) -> None:
     """X2. The model asserts that it is never fed a position at or above its limit."""

@@ -240,6 +240,7 @@ def test_going_on_from_anothers_tokens() -> None:
     assert one.draft_after([*FORWARD, 0], [4, 5], 3).tokens == (6, 7, 8)
     assert one.draft_after([*FORWARD, 0], [11], 3).tokens == ()
     assert one.draft([*FORWARD, 0, 7], 2).tokens == (8, 9)
+    assert session(filled(FORWARD)).draft_after([20], [2, 3, 4], 2).tokens == (5, 6)
 
 
 @pytest.mark.parametrize(
