@@ -211,7 +211,7 @@ def test_a_model_rolls_back_what_others_drafted(committed: int) -> None:
 
 
 def test_random_numbers_of_positions_count_what_others_drafted() -> None:
-    """In bit-exact mode each position has its own random numbers: those of the position, not of the place in a draft."""
+    """In bit-exact mode random numbers belong to the position in the text, not to the place in a draft."""
 
     def start() -> Any:
         return ModelDrafter(TableModel(SMALL, V), V).start(
