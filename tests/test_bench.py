@@ -927,7 +927,8 @@ def test_the_model_to_ask_for_may_be_named(server: FakeServer) -> None:
         (["-n", "1"], "--max-new-tokens 1"),
         (["-t", "-1"], "temperature=-1"),
         (["--draft", "none"], "--draft none"),
-        (["--draft", "ngram", "--draft", "ngram"], "twice"),
+        (["--draft", "suffix", "--draft", "ngram"], "twice"),
+        (["--draft", "suffix,none"], "drafts nothing"),
         (["--out", "/no/such/folder/a.json"], "/no/such/folder"),
         (["--out", "/"], "is a folder"),
         (["--plot", "/no/such/folder/a.png"], "/no/such/folder"),
@@ -981,7 +982,8 @@ def test_bench_measures_everything(roomy: tuple[Path, Path], prompts: str, tmp_p
     target, draft = roomy
     out, plot = tmp_path / "result.json", tmp_path / "plot.svg"
     args = (
-        target, "--draft", draft, "--draft", "ngram", "-k", "2,4", "--prompts", prompts, "-n", 16, "--repeat", 2,
+        target, "--draft", draft, "--draft", "suffix", "--draft", f"suffix,{draft}",
+        "-k", "2,4", "--prompts", prompts, "-n", 16, "--repeat", 2,
         "--ignore-eos", "--weights", "fp32", "--draft-weights", "fp32", "--peer", "hf-plain,hf-lookup",
         "--out", out, "--plot", plot, "--json",
     )  # fmt: skip
@@ -992,7 +994,7 @@ def test_bench_measures_everything(roomy: tuple[Path, Path], prompts: str, tmp_p
     assert found == json.loads(out.read_text())
     assert ESCAPE not in result.output
 
-    own = [PLAIN, "draft k=2", "draft k=4", "ngram k=2", "ngram k=4"]
+    own = [PLAIN, "draft k=2", "draft k=4", "suffix k=2", "suffix k=4", "suffix,draft k=2", "suffix,draft k=4"]
     assert [c["name"] for c in found["contenders"]] == [*own, "hf-plain", "hf-lookup"]
     assert found["command"].startswith(f"slipstream bench {target} --draft {draft}")
     assert found["machine"]["cpu"]
@@ -1029,7 +1031,7 @@ def check_figures(found: dict[str, Any]) -> None:
         assert f["speed_up"]["count"] == f["whole_answer_speed_up"]["count"] == 4
         assert f["first_token_seconds"]["median"] > 0
         assert f["peak_memory_bytes"] > 0
-    for name in ("draft k=4", "ngram k=4"):
+    for name in ("draft k=4", "suffix k=4", "suffix,draft k=4"):
         f = found["overall"][name]
         assert 0 <= f["acceptance"]["rate"] <= 1
         assert len(f["acceptance"]["per_position"]) == len(f["acceptance"]["conditional"]) <= 4
@@ -1037,14 +1039,14 @@ def check_figures(found: dict[str, Any]) -> None:
         assert f["time_split"]["draft"] > 0
     assert found["overall"]["draft k=4"]["cost_ratio"]["median"] > 0
     assert found["categories"]["code"]["draft k=2"]["runs"] == 2
-    assert found["by_prompt"]["two"]["ngram k=2"]["speed_up"] > 0
+    assert found["by_prompt"]["two"]["suffix k=2"]["speed_up"] > 0
     assert set(found["peers"]) == {"hf-plain", "hf-lookup"}
     assert found["peers"]["hf-plain"]["draft k=2"]["whole_answer"]["count"] == 4
 
 
 def check_records(found: dict[str, Any]) -> None:
     """Draft time, verify time, accepted lengths and end-to-end time of both ways are in every record."""
-    assert len(found["records"]) == 7 * 2 * 2
+    assert len(found["records"]) == 9 * 2 * 2
     plain = {(r["prompt"], r["repeat"]): r for r in found["records"] if r["contender"] == PLAIN}
     for record in found["records"]:
         beside = plain[record["prompt"], record["repeat"]]
@@ -1063,9 +1065,9 @@ def test_tables_go_to_stdout(roomy: tuple[Path, Path], tmp_path: Path) -> None:
     result = invoke(roomy[0], "-k", 2, "--prompts", source, "-n", 8, "-r", 1, "--ignore-eos", "--weights", "fp32")
     assert result.exit_code == 0, (result.output, result.exception)
     assert "1 prompt, 1 repeat" in result.stdout
-    assert "ngram k=2" in result.stdout
+    assert "suffix k=2" in result.stdout
     assert "plain" in result.stdout
-    assert re.search(r"Best: ngram k=2|No draft pays", result.stdout)
+    assert re.search(r"Best: suffix k=2|No draft pays", result.stdout)
     assert "step 1 of" in result.stderr
     assert not result.stdout.rstrip().endswith("}")
 
@@ -1160,7 +1162,7 @@ def test_progress_and_ctrl_c_on_a_terminal(roomy: tuple[Path, Path], tmp_path: P
             output += os.read(ours, 4096)
         except OSError:  # how Linux says that the other side is closed
             break
-        if not sent and b"ngram k=2: edit-rename" in output:
+        if not sent and b"suffix k=2: edit-rename" in output:
             process.send_signal(signal.SIGINT)
             sent = True
     os.close(ours)

@@ -77,7 +77,7 @@ def test_whole_answers_are_those_of_plain_decoding(
     draft = load_model(tiny_draft_checkpoint)
     params = SamplingParams(temperature=temperature, max_new_tokens=60, seed=11, ignore_eos=True)
     plain = SpeculativeDecoding(target, bit_exact=True).complete([[5, 6, 7]], params)[0]
-    for drafter in ("ngram", draft, target):
+    for drafter in ("suffix", draft, target):
         for k in (1, 4, 7):
             fast = SpeculativeDecoding(target, drafter, k=k, bit_exact=True).complete([[5, 6, 7]], params)[0]
             assert fast.tokens == plain.tokens

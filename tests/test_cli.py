@@ -127,6 +127,8 @@ def refused(result: Result, *fragments: str) -> None:
         (["-p", "a", "--threads", "0"], "--threads 0"),
         (["-p", "a", "--threads", "100000000"], "1 to 1024"),
         (["-p", "a", "--compare", "--draft", "none"], "--compare"),
+        (["-p", "a", "--draft", "suffix,"], "--draft 'suffix,'"),
+        (["-p", "a", "--draft", "suffix,ngram"], "twice"),
         (["-p", "a", "--compare", "-k", "0"], "--compare"),
         (["-p", "a", "--svg", "/no/such/folder/a.svg"], "/no/such/folder/a.svg"),
         (["-p", "a", "--svg", "/"], "is a folder"),
@@ -243,9 +245,9 @@ def test_argument_that_is_not_utf_8(tiny_checkpoint: Path) -> None:
 # --- answers ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("draft", ["ngram", "none", "model"])
+@pytest.mark.parametrize("draft", ["suffix", "ngram", "none", "model", "suffix,model"])
 def test_answer_is_the_library_s(draft: str, tiny_checkpoint: Path, tiny_draft_checkpoint: Path) -> None:
-    draft = str(tiny_draft_checkpoint) if draft == "model" else draft
+    draft = draft.replace("model", str(tiny_draft_checkpoint))
     args = ("--max-new-tokens", 30, "--ignore-eos", "--draft", draft, "-k", 3)
     result = invoke("generate", tiny_checkpoint, "--prompt", "the cat and the cat", *args)
     spec = SpeculativeDecoding(target_model=load_model(tiny_checkpoint))
@@ -275,7 +277,7 @@ def test_json_is_one_document(tiny_checkpoint: Path) -> None:
     (line,) = result.stdout.splitlines()
     document = json.loads(line)
     assert document["k"] == 2
-    assert document["draft"] == "ngram"
+    assert document["draft"] == "suffix"
     assert document["rule"] == "block"
     assert document["identical"] is True
     assert document["split_at"] is None
@@ -503,7 +505,7 @@ def some_answer(*tokens: int, seconds: float = 1.0, interrupted: bool = False) -
     [((1, 2, 3), (1, 2, 3), None), ((1, 2, 3), (1, 4, 3), 1), ((1, 2, 3), (1, 2), 2), ((), (1,), 0), ((), (), None)],
 )
 def test_where_two_answers_split(plain: tuple[int, ...], fast: tuple[int, ...], split_at: int | None) -> None:
-    report = Report("m", "ngram", 4, True, some_answer(*fast), some_answer(*plain))
+    report = Report("m", "suffix", 4, True, some_answer(*fast), some_answer(*plain))
     assert report.split_at == split_at
     said = sentence(report)
     assert said is not None
@@ -514,15 +516,15 @@ def test_where_two_answers_split(plain: tuple[int, ...], fast: tuple[int, ...], 
 
 def test_what_is_said_of_sampled_and_of_interrupted_answers() -> None:
     one, two = some_answer(1, 2), some_answer(1, 3)
-    assert "by chance" in str(sentence(Report("m", "ngram", 4, False, one, two)))
-    assert sentence(Report("m", "ngram", 4, True, some_answer(1, interrupted=True), two)) is None
-    assert sentence(Report("m", "ngram", 4, True, one)) is None
+    assert "by chance" in str(sentence(Report("m", "suffix", 4, False, one, two)))
+    assert sentence(Report("m", "suffix", 4, True, some_answer(1, interrupted=True), two)) is None
+    assert sentence(Report("m", "suffix", 4, True, one)) is None
 
 
 def test_speed_up_is_the_ratio_of_times_per_token() -> None:
-    report = Report("m", "ngram", 4, True, some_answer(1, 2, 3, seconds=1.0), some_answer(1, 2, seconds=1.0))
+    report = Report("m", "suffix", 4, True, some_answer(1, 2, 3, seconds=1.0), some_answer(1, 2, seconds=1.0))
     assert report.speed_up == pytest.approx(2.0)
-    assert Report("m", "ngram", 4, True, some_answer(1), some_answer(1, 2)).speed_up is None
+    assert Report("m", "suffix", 4, True, some_answer(1), some_answer(1, 2)).speed_up is None
 
 
 def test_svg_needs_no_network(tiny_checkpoint: Path, tmp_path: Path) -> None:

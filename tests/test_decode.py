@@ -32,7 +32,7 @@ from fakes import (
     wrong_at,
 )
 from slipstream import Draft, InputError, ModelError
-from slipstream.drafters import ModelDrafter, NgramDrafter, NoDrafter
+from slipstream.drafters import ModelDrafter, NoDrafter, SuffixDrafter
 from slipstream.stats import count_rounds
 
 V = 12
@@ -169,7 +169,7 @@ def test_an_interrupt_inside_a_pass_leaves_nothing() -> None:
 def test_many_requests_return_to_the_start() -> None:
     """M1. Each request, or each rejection, left a few tensors or a cache behind."""
     target, draft = model(), TableModel(random_law(V, seed=9), V)
-    drafters = [ModelDrafter(draft, V), oracle(SEQUENCE), always_wrong(SEQUENCE, V), NgramDrafter()]
+    drafters = [ModelDrafter(draft, V), oracle(SEQUENCE), always_wrong(SEQUENCE, V), SuffixDrafter(min_probability=0)]
 
     def some(count: int) -> None:
         for i in range(count):
@@ -253,7 +253,7 @@ def test_a_draft_may_be_shorter_than_asked_for(sizes: list[int]) -> None:
 
 def test_a_one_token_prompt() -> None:
     answer = greedy(LAW, [5], 12)
-    for drafter in (oracle([5, *answer]), ModelDrafter(model(), V), NgramDrafter(1, 1), NoDrafter()):
+    for drafter in (oracle([5, *answer]), ModelDrafter(model(), V), SuffixDrafter(min_probability=0), NoDrafter()):
         assert decode(model(), drafter, [5], k=3, max_new_tokens=12)[0] == answer
 
 
@@ -373,7 +373,7 @@ def drafters(sequence: Sequence[int]) -> list[Any]:
         ModelDrafter(TableModel(random_law(V, seed=9), V), V),
         oracle(sequence),
         always_wrong(sequence, V),
-        NgramDrafter(2, 1),
+        SuffixDrafter(min_probability=0),
     ]
 
 
@@ -602,7 +602,7 @@ def test_copied_ids_that_the_target_reads_but_cannot_emit() -> None:
     prompt = [1, 2, 6, V + 1, 3, 5]
     script = [1, 2, 6, 7, 8, 1, 2, 6, 9]
     target = TableModel(scripted_law(script, V, prompt_length=len(prompt)), V, embedding=V + 2)
-    answer, rounds = decode(target, NgramDrafter(2, 1), prompt, k=4, max_new_tokens=9)
+    answer, rounds = decode(target, SuffixDrafter(min_probability=0), prompt, k=4, max_new_tokens=9)
     assert answer == script
     # Behind "1" the prompt goes on with 2, 6, and then with the id that cannot be: two are left of that draft.
     assert max(r.num_drafted for r in rounds) == 2

@@ -13,7 +13,7 @@ from scipy.stats import chisquare
 
 from fakes import Dice, ForcedDrafter, RecurrentModel, TableModel, all_outcomes, loaded_dice, random_law
 from slipstream import Draft, InputError, SamplingParams, load_model
-from slipstream.drafters import ModelDrafter, NgramDrafter, NoDrafter, make_drafter
+from slipstream.drafters import ModelDrafter, NoDrafter, SuffixDrafter, make_drafter
 from slipstream.sampling import Sampler
 
 V = 8
@@ -34,7 +34,8 @@ def model(**settings: Any) -> TableModel:
 def test_what_a_user_may_write() -> None:
     target = model()
     assert isinstance(make_drafter(None, target), NoDrafter)
-    assert isinstance(make_drafter("ngram", target), NgramDrafter)
+    for name in ("suffix", "ngram"):
+        assert isinstance(make_drafter(name, target), SuffixDrafter)
     forced = ForcedDrafter(lambda tokens, k: ())
     assert make_drafter(forced, target) is forced
     made = make_drafter(model(name="small"), target)
@@ -42,7 +43,7 @@ def test_what_a_user_may_write() -> None:
     assert (made.name, made.target_vocab_size) == ("small", V)
 
 
-@pytest.mark.parametrize("draft", [5, True, "n-gram", object(), ["ngram"], {}])
+@pytest.mark.parametrize("draft", [5, True, "n-gram", object(), [], [object()], {}])
 def test_anything_else_is_refused(draft: Any) -> None:
     with pytest.raises(InputError, match="draft_model="):
         make_drafter(draft, model())
@@ -175,81 +176,10 @@ def test_q_is_over_the_targets_ids(own: int, wanted: int) -> None:
     assert max(draft.tokens) < min(own, wanted)
 
 
-# --- n-grams ----------------------------------------------------------------------------------------------------------
+# --- all of them ------------------------------------------------------------------------------------------------------
 
 
-def proposed(tokens: Sequence[int], k: int = 4, longest: int = 3, shortest: int = 1) -> tuple[int, ...]:
-    draft = NgramDrafter(longest, shortest).start(sampler()).draft(tokens, k)
-    assert draft.probs is None
-    return draft.tokens
-
-
-@pytest.mark.parametrize(
-    ("tokens", "k", "expected"),
-    [
-        ([1, 2, 3, 9, 1, 2], 4, (3, 9, 1, 2)),
-        ([1, 2, 3, 9, 1, 2], 2, (3, 9)),
-        ([1, 2, 3, 9, 1, 2], 1, (3,)),
-        ([1, 2, 5, 1, 2, 6, 1, 2], 2, (6, 1)),  # the last occurrence
-        ([1, 2, 5, 7, 2, 6, 1, 2], 2, (5, 7)),  # a longer match before a later one
-        ([4, 4, 4], 4, (4,)),  # what follows ends with the text
-        ([1, 2, 3], 4, ()),
-        ([1], 4, ()),
-        ([1, 1], 4, (1,)),
-    ],
-)
-def test_ngrams(tokens: list[int], k: int, expected: tuple[int, ...]) -> None:
-    assert proposed(tokens, k) == expected
-
-
-def naive(tokens: Sequence[int], k: int, longest: int, shortest: int) -> tuple[int, ...]:
-    """The slow, obvious reference: look backwards for the latest tokens, longest first."""
-    for size in range(longest, shortest - 1, -1):
-        for end in range(len(tokens) - 1, size - 1, -1):
-            if len(tokens) >= size and list(tokens[end - size : end]) == list(tokens[-size:]):
-                return tuple(tokens[end : end + k])
-    return ()
-
-
-@pytest.mark.parametrize(("longest", "shortest"), [(1, 1), (3, 1), (4, 2), (6, 3)])
-def test_ngrams_against_looking_backwards(longest: int, shortest: int) -> None:
-    """One session over a growing text, with jumps as after accepted drafts, equals a search from scratch each time."""
-    generator = torch.Generator().manual_seed(5)
-    text = torch.randint(3, (120,), generator=generator).tolist()
-    session, end, found = NgramDrafter(longest, shortest).start(sampler()), 1, 0
-    while end <= len(text):
-        expected = naive(text[:end], 4, longest, shortest)
-        assert session.draft(text[:end], 4).tokens == expected
-        found += bool(expected)
-        end += 1 + end % 4
-    assert found > 10
-
-
-@pytest.mark.parametrize(("longest", "shortest"), [(2, 3), (0, 0), (3, 0), (3, -1)])
-def test_sizes_that_do_not_fit_are_refused(longest: int, shortest: int) -> None:
-    with pytest.raises(InputError, match="shortest="):
-        NgramDrafter(longest, shortest)
-
-
-def test_a_draft_costs_the_same_in_a_long_text() -> None:
-    """W2, in steps instead of seconds: after the first draft, one more token is looked at once a size."""
-    session = NgramDrafter(4, 2).start(sampler())
-    text = list(range(5000))
-    session.draft(text, 4)
-
-    class Counted(list):
-        reads = 0
-
-        def __getitem__(self, index: Any) -> Any:
-            self.reads += 1
-            return super().__getitem__(index)
-
-    longer = Counted([*text, 1, 2])
-    session.draft(longer, 4)
-    assert longer.reads < 20
-
-
-@pytest.mark.parametrize("make", [lambda: ModelDrafter(model(), V), NgramDrafter, NoDrafter])
+@pytest.mark.parametrize("make", [lambda: ModelDrafter(model(), V), SuffixDrafter, NoDrafter])
 def test_tokens_are_left_alone(make: Callable[[], Any]) -> None:
     tokens = [1, 2, 1, 2, 1]
     make().start(sampler()).draft(tokens, 3)

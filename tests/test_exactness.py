@@ -42,14 +42,14 @@ from fakes import (
     wrong_at,
 )
 from slipstream import Draft, ModelError, load_model
-from slipstream.drafters import Drafter, ModelDrafter, NgramDrafter, NoDrafter
+from slipstream.drafters import CascadeDrafter, Drafter, ModelDrafter, NoDrafter, SuffixDrafter, SuffixStore
 from slipstream.models.llama import LlamaModel
 from slipstream.sampling import Sampler
 from slipstream.types import SamplingParams
 from slipstream.verify import RULES
 
 KS = [0, 1, 2, 3, 5, 8]
-DRAFTERS = ["same model", "random model", "oracle", "always wrong", "n-gram"]
+DRAFTERS = ["same model", "random model", "oracle", "always wrong", "suffix", "cascade"]
 
 # --- greedy, toy models -----------------------------------------------------------------------------------------------
 
@@ -63,7 +63,10 @@ def drafter_of(kind: str, target: Any, random: Any, sequence: Sequence[int]) -> 
         "random model": lambda: ModelDrafter(random, target.vocab_size),
         "oracle": lambda: oracle(sequence),
         "always wrong": lambda: always_wrong(sequence, target.vocab_size),
-        "n-gram": lambda: NgramDrafter(3, 1),
+        "suffix": lambda: SuffixDrafter(min_probability=0),
+        "cascade": lambda: CascadeDrafter(
+            [SuffixDrafter(), ModelDrafter(random, target.vocab_size)], min_confidence=0.4
+        ),
     }
     return made[kind]()
 
@@ -227,7 +230,7 @@ def test_greedy_real_weights(smollm2: Path, weights: str, tolerance: float) -> N
     messages = [{"role": "user", "content": text}]
     prompt = target.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     plain, rounds = decode(target, NoDrafter(), prompt, max_new_tokens=20)
-    answer, fewer = decode(target, NgramDrafter(), prompt, k=6, max_new_tokens=20)
+    answer, fewer = decode(target, SuffixDrafter(min_probability=0), prompt, k=6, max_new_tokens=20)
     assert gap_at_split(target, prompt, plain, answer) <= tolerance
     assert len(fewer) < len(rounds)
 
@@ -252,6 +255,13 @@ def five_ids(tokens: Sequence[int]) -> Tensor:
     return random_law(5, seed=24, order=1)(tokens)
 
 
+def store_of(*documents: Sequence[int]) -> SuffixStore:
+    store = SuffixStore()
+    for document in documents:
+        store.add(document)
+    return store
+
+
 def soft_argmax(tokens: Sequence[int], k: int) -> Draft:
     """A drafter of a third party that copies, and says so with explicit one-hot rows."""
     drafted = greedy_of(THREE_DRAFT).draft(tokens, k).tokens
@@ -265,10 +275,27 @@ LAW_DRAFTERS: dict[str, Callable[[], Drafter]] = {
     "greedy model": lambda: greedy_of(THREE_DRAFT),
     "explicit one-hot": lambda: ForcedDrafter(soft_argmax),
     "always the same symbol": lambda: ForcedDrafter(lambda tokens, k: [0] * k),
-    "n-gram": lambda: NgramDrafter(2, 1),
+    "suffix": lambda: SuffixDrafter(min_probability=0),
+    "store": lambda: SuffixDrafter(store_of([1, 2, 0, 2, 2], [2, 1, 1, 0]), min_probability=0),
+    "copied, then drawn": lambda: CascadeDrafter(
+        [SuffixDrafter(min_probability=0, factor=1), model_drafter()], min_confidence=0.2
+    ),
+    "drawn, then copied": lambda: CascadeDrafter(
+        [SuffixDrafter(min_probability=0), model_drafter()], min_confidence=0.3
+    ),
+    "copied, then fewer ids": lambda: CascadeDrafter(
+        [SuffixDrafter(min_probability=0, factor=1), model_drafter(two_ids, 2)], min_confidence=0.2
+    ),
     "fewer ids": lambda: model_drafter(two_ids, 2),
     "more ids": lambda: model_drafter(five_ids, 5),
 }
+
+
+def prompt_for(kind: str) -> list[int]:
+    """One with something to copy for those who copy."""
+    return [1, 2, 1] if kind == "suffix" or "copied" in kind else [1]
+
+
 #: Settings that change q, P or both, and what they make of a row of logits; None: the sampler itself, tested elsewhere.
 SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -311,21 +338,22 @@ def test_joint_law_of_three_tokens_by_enumeration(
     kind: str, k: int, rule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """D4. Every way that draft, acceptance and sampling can fall, through the whole decoder; exact to 1e-12."""
-    prompt = [1, 2, 1] if kind == "n-gram" else [1]
+    prompt = prompt_for(kind)
     law = exact_law(LAW_DRAFTERS[kind], prompt, monkeypatch, k=k, rule=rule, max_new_tokens=3, temperature=1.0)
     assert_same_law(law, joint_law(THREE_TARGET, prompt, 3, softmax))
 
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("settings", SETTINGS)
-@pytest.mark.parametrize("kind", ["model", "greedy model"])
+@pytest.mark.parametrize("kind", ["model", "greedy model", "copied, then drawn"])
 def test_joint_law_with_processors_by_enumeration(
     kind: str, settings: str, rule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """D2, P1, P4. A draft was verified with the distribution from before its filters, or with a history one short."""
     given = {"temperature": 1.0, **SETTINGS[settings]}
-    law = exact_law(LAW_DRAFTERS[kind], [1], monkeypatch, k=2, rule=rule, max_new_tokens=3, **given)
-    assert_same_law(law, joint_law(THREE_TARGET, [1], 3, processed(given, 1)))
+    prompt = prompt_for(kind)
+    law = exact_law(LAW_DRAFTERS[kind], prompt, monkeypatch, k=2, rule=rule, max_new_tokens=3, **given)
+    assert_same_law(law, joint_law(THREE_TARGET, prompt, 3, processed(given, len(prompt))))
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -405,13 +433,16 @@ def test_joint_law_where_the_target_breaks_down(kind: str, rule: str, monkeypatc
         ("model", "block", False),
         ("model", "token", False),
         ("greedy model", "block", False),
-        ("n-gram", "block", False),
+        ("suffix", "block", False),
+        ("copied, then drawn", "block", False),
+        ("drawn, then copied", "block", False),
         ("model", "block", True),
+        ("drawn, then copied", "block", True),
     ],
 )
 def test_joint_law_of_three_tokens_by_chi_square(kind: str, rule: str, coupled: bool) -> None:
     """D4. With the real random numbers: a generator that draws twice the same, or shares draws, shows up here."""
-    prompt = [1, 2, 1] if kind == "n-gram" else [1]
+    prompt = prompt_for(kind)
     drafter, samples = LAW_DRAFTERS[kind](), 1000
     settings = {"k": 2, "rule": rule, "max_new_tokens": 3, "temperature": 1.0, "coupled": coupled}
     counts = Counter(
@@ -421,6 +452,24 @@ def test_joint_law_of_three_tokens_by_chi_square(kind: str, rule: str, coupled: 
     assert set(counts) <= set(expected)
     observed = [counts[sequence] for sequence in expected]
     assert chisquare(observed, [samples * p for p in expected.values()]).pvalue > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("kind", "sources"),
+    [
+        ("copied, then drawn", {("suffix", "toy", "suffix")}),
+        ("drawn, then copied", {("toy", "suffix", "toy"), ("toy", "toy", "suffix")}),
+    ],
+)
+def test_the_cascades_of_the_laws_mix_drafts(kind: str, sources: set[tuple[str, ...]]) -> None:
+    """Or the laws above would be of something else."""
+    found = set()
+    for seed in range(30):
+        sampler = Sampler(SamplingParams(temperature=1.0), 3, (), seed)
+        draft = LAW_DRAFTERS[kind]().start(sampler).draft(prompt_for(kind), 3)
+        assert draft.probs is not None
+        found.add(draft.sources)
+    assert found >= sources
 
 
 @pytest.mark.parametrize("kind", DRAFTERS)

@@ -28,7 +28,7 @@ from fakes import (
     wrong_at,
 )
 from slipstream import InputError, ModelError, Output, SamplingParams, SpeculativeDecoding, Stream, load_model
-from slipstream.drafters import NgramDrafter, NoDrafter
+from slipstream.drafters import NoDrafter, SuffixDrafter
 
 V = 12
 LAW = random_law(V, seed=1)
@@ -41,7 +41,7 @@ def toy(**settings: Any) -> TableModel:
     return TableModel(LAW, V, **settings)
 
 
-def spec_of(target: Any = None, draft: Any = "ngram", k: int = 4, **settings: Any) -> SpeculativeDecoding:
+def spec_of(target: Any = None, draft: Any = "suffix", k: int = 4, **settings: Any) -> SpeculativeDecoding:
     return SpeculativeDecoding(toy() if target is None else target, draft, k, **settings)
 
 
@@ -99,7 +99,7 @@ def test_the_ten_lines_of_the_documentation(target: Any, draft: Any) -> None:
 
 
 @pytest.mark.parametrize("k", [0, 1, 4])
-@pytest.mark.parametrize("drafting", ["model", "ngram", None])
+@pytest.mark.parametrize("drafting", ["model", "suffix", None])
 def test_generate_is_what_transformers_generates(target: Any, draft: Any, bare: Any, drafting: Any, k: int) -> None:
     """Greedy, one prompt and a left-padded batch; rows that end early are padded on the right."""
     tokenizer = target.tokenizer
@@ -141,7 +141,7 @@ def test_generate_takes_rows_or_one_row(ids: Any) -> None:
 
 def test_generate_takes_what_a_tokenizer_gives_without_tensors(target: Any) -> None:
     """Lists of ids were welcome, and a list of their mask was not."""
-    spec = SpeculativeDecoding(target, "ngram")
+    spec = SpeculativeDecoding(target, "suffix")
     for prompt in ("the cat", ["the cat", "the cat"]):
         lists, tensors = target.tokenizer(prompt), target.tokenizer(prompt, return_tensors="pt")
         assert torch.equal(spec.generate(**lists, max_new_tokens=5), spec.generate(**tensors, max_new_tokens=5))
@@ -213,7 +213,7 @@ def test_models_may_be_bare_transformers_models(target: Any, bare: Any) -> None:
         SpeculativeDecoding(bare, bare),
         SpeculativeDecoding(target, bare),
         SpeculativeDecoding(bare, target),
-        SpeculativeDecoding(bare, "ngram", 8),
+        SpeculativeDecoding(bare, "suffix", 8),
     ):
         assert spec.complete(ids, max_new_tokens=20)[0].tokens == plain.tokens
     spec = SpeculativeDecoding(bare, bare, tokenizer=target.tokenizer)
@@ -233,10 +233,10 @@ def test_a_tokenizer_of_ones_own_wins(target: Any) -> None:
 
 def test_kinds_of_drafts() -> None:
     assert isinstance(spec_of(draft=None).drafter, NoDrafter)
-    assert isinstance(spec_of(draft="ngram").drafter, NgramDrafter)
+    assert isinstance(spec_of(draft="suffix").drafter, SuffixDrafter)
     forced = ForcedDrafter(lambda tokens, k: ())
     assert spec_of(draft=forced).drafter is forced
-    for made in (None, "ngram", forced, toy(), TableModel(random_law(V, 7), V)):
+    for made in (None, "suffix", forced, toy(), TableModel(random_law(V, 7), V)):
         assert spec_of(draft=made).complete(PROMPT, max_new_tokens=30)[0].tokens == tuple(ANSWER[:30])
 
 
@@ -301,7 +301,7 @@ def test_a_target_that_cannot_roll_back_is_refused_by_name_before_any_pass() -> 
 def test_a_target_that_replays() -> None:
     """C3, the whole way."""
     plain = spec_of(RecurrentModel(V), None).complete(PROMPT, max_new_tokens=30)[0]
-    for draft in ("ngram", always_wrong([*PROMPT, *plain.tokens], V), RecurrentModel(V), RecurrentModel(V, seed=3)):
+    for draft in ("suffix", always_wrong([*PROMPT, *plain.tokens], V), RecurrentModel(V), RecurrentModel(V, seed=3)):
         assert same(spec_of(RecurrentModel(V), draft).complete(PROMPT, max_new_tokens=30)[0], plain)
 
 
@@ -311,7 +311,7 @@ def test_a_target_that_replays() -> None:
 @pytest.mark.parametrize("k", [-1, 1.5, True, "4", None, math.nan])
 def test_k_must_be_a_count(k: Any) -> None:
     with pytest.raises(InputError, match="k="):
-        SpeculativeDecoding(toy(), "ngram", k)
+        SpeculativeDecoding(toy(), "suffix", k)
 
 
 @pytest.mark.parametrize("k", [0, 1, 100])
@@ -322,7 +322,7 @@ def test_any_count_will_do(k: int) -> None:
 def test_an_unknown_rule_is_refused_at_once() -> None:
     """Found only in the first round, after the models had been loaded and the prompt had been read."""
     with pytest.raises(InputError, match="rule"):
-        SpeculativeDecoding(toy(), "ngram", rule="blocks")
+        SpeculativeDecoding(toy(), "suffix", rule="blocks")
 
 
 @pytest.mark.parametrize("given", [{"do_sample": True}, {"temperatur": 1.0}, {"max_length": 5}, {"k": 3}])
@@ -430,7 +430,7 @@ def test_what_is_no_params_is_refused(wrong: Any) -> None:
 
 
 def test_prompts_in_every_form(target: Any) -> None:
-    spec = SpeculativeDecoding(target, "ngram", max_new_tokens=6)
+    spec = SpeculativeDecoding(target, "suffix", max_new_tokens=6)
     chat = [{"role": "user", "content": "the cat"}]
     ids = target.tokenizer("the cat")["input_ids"]
     rendered = target.tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=True, return_dict=False)
@@ -455,7 +455,7 @@ def test_a_chat_template_applies_once(target: Any) -> None:
     """Text that a template had rendered got a second BOS from the tokenizer."""
     chat = [{"role": "user", "content": "the cat"}]
     rendered = target.tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
-    spec = SpeculativeDecoding(target, "ngram", max_new_tokens=6)
+    spec = SpeculativeDecoding(target, "suffix", max_new_tokens=6)
     a, b = spec.complete([chat, rendered])
     assert a.prompt_tokens == b.prompt_tokens
     assert a.prompt_tokens.count(target.tokenizer.bos_token_id) == 1
@@ -464,7 +464,7 @@ def test_a_chat_template_applies_once(target: Any) -> None:
 @pytest.mark.parametrize("prompt", [b"the cat", {"input_ids": [1, 2]}, {"role": "user", "content": "the cat"}, 5, None])
 def test_what_is_no_prompt_is_refused(target: Any, prompt: Any) -> None:
     """Of what a tokenizer returns, the names of its fields were taken for prompts and answered."""
-    spec = SpeculativeDecoding(target, "ngram", max_new_tokens=2)
+    spec = SpeculativeDecoding(target, "suffix", max_new_tokens=2)
     for call in (spec.complete, spec.stream, lambda given: spec.complete(["the cat", given])):
         with pytest.raises(InputError, match="neither"):
             call(prompt)
@@ -605,7 +605,7 @@ def test_stop_strings_wherever_blocks_end(stop: list[str], text: str, count: int
     script = [0, 1, 2, 3, 4, 5, 0, 1, 9, 7, 6, 10]  # a b c d e f a b "c\n\nd" "\n" g <eos>
     sequence = [11, *script]
     plain = None
-    for draft in (None, oracle(sequence), always_wrong(sequence, V), wrong_at(sequence, V, range(k + 1)), "ngram"):
+    for draft in (None, oracle(sequence), always_wrong(sequence, V), wrong_at(sequence, V, range(k + 1)), "suffix"):
         stream = spec_of(scripted(script, PIECES, eos=(10,)), draft, k).stream([11], max_new_tokens=40, stop=stop)
         pieces = [p.text for p in stream]
         output = stream.output
@@ -948,7 +948,7 @@ def test_a_draft_that_breaks_down_is_left_out_with_one_warning(value: float) -> 
     assert output.tokens == tuple(ANSWER[:40])
 
 
-@pytest.mark.parametrize("draft", [None, "ngram", oracle(SEQUENCE)])
+@pytest.mark.parametrize("draft", [None, "suffix", oracle(SEQUENCE)])
 def test_a_target_that_breaks_down_is_an_error_that_names_the_position(draft: Any) -> None:
     target = TableModel(lambda tokens: LAW(tokens) * (math.nan if len(tokens) == 14 else 1), V)
     spec = spec_of(target, draft)

@@ -1,7 +1,7 @@
 """Slipstream: large language models answer sooner, with exactly the answers they would have given.
 
 >>> from slipstream import SpeculativeDecoding, load_model
->>> spec = SpeculativeDecoding(target_model=load_model("smollm2-135m"), draft_model="ngram", k=8)  # doctest: +SKIP
+>>> spec = SpeculativeDecoding(target_model=load_model("smollm2-135m"), draft_model="suffix", k=8)  # doctest: +SKIP
 >>> spec.complete("Once upon a time", max_new_tokens=20)[0].text  # doctest: +SKIP
 """
 

@@ -45,6 +45,14 @@ class Decoder:
             ended: called once with each new token, in order; True if the answer ends with it.
         """
         tokens = list(prompt)
+        try:
+            yield from self._rounds(tokens, ended)
+        finally:  # also when the generator is closed half-way
+            if hasattr(self.session, "close"):
+                self.session.close(tokens)
+
+    def _rounds(self, tokens: list[int], ended: Callable[[int], bool]) -> Iterator[Round]:
+        """The rounds themselves; the new tokens are added to ``tokens``."""
         cache = self.target.new_cache()
         if share := getattr(self.session, "share", None):
             share(cache)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, cast
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from slipstream.decode import Decoder
-from slipstream.drafters import make_drafter
+from slipstream.drafters import NAMES, make_drafter
 from slipstream.errors import InputError
 from slipstream.models.base import Model
 from slipstream.models.load import Checkpoint, open_checkpoint
@@ -30,7 +30,8 @@ class SpeculativeDecoding:
 
     Args:
         target_model: what ``load_model`` returns, a transformers model as it is, or a path.
-        draft_model: the same, or ``"ngram"``, a drafter object, or None for plain decoding.
+        draft_model: the same, or ``"suffix"`` (copies from the text), a drafter object, None for plain decoding, or a
+            list of them: a cascade, in which the next one drafts what the one before is not sure of.
         k: number of draft tokens in a round; 0 decodes plainly.
         tokenizer: needed only where text goes in or out of a model that came without one.
         rejection_sampling: None samples if the temperature is above 0; False insists on greedy decoding.
@@ -71,20 +72,20 @@ class SpeculativeDecoding:
         self.rejection_sampling = rejection_sampling
         self.defaults = self._checked(_params(None, defaults))
         # Everything that can be known without weights is checked before any are read.
-        by_name = isinstance(draft_model, str) and draft_model == "ngram"
-        target, draft = _opened(target_model), draft_model if by_name else _opened(draft_model)
+        target, draft = _opened(target_model), _each(draft_model, _opened_draft)
         if not _is_model(target):
             raise InputError(
                 f"target_model= is a {_kind(target_model)}, which is not a model; use what load_model returns, a "
                 "transformers model or a path"
             )
-        if _is_model(draft):
-            check_same_tokenizer(target, draft)
+        for one in draft if isinstance(draft, list) else [draft]:
+            if _is_model(one):
+                check_same_tokenizer(target, one)
         loaded = _loaded(target)
         self.target: Model = _bit_exact(loaded) if bit_exact else loaded
         validate(self.defaults, self.target.vocab_size)
         self.tokenizer = tokenizer if tokenizer is not None else self.target.tokenizer
-        self.drafter = make_drafter(_loaded(draft), self.target)
+        self.drafter = make_drafter(_each(draft, _loaded), self.target)
 
     def generate(
         self,
@@ -292,6 +293,15 @@ def _opened(model: Any) -> Any:
 
         return HuggingFaceModel(cast(Any, model))
     return model
+
+
+def _opened_draft(draft: Any) -> Any:
+    return draft if isinstance(draft, str) and draft in NAMES else _opened(draft)
+
+
+def _each(draft: Any, function: Callable[[Any], Any]) -> Any:
+    """``function`` of a draft, or of each of several."""
+    return [function(one) for one in draft] if isinstance(draft, list | tuple) else function(draft)
 
 
 def _loaded(model: Any) -> Any:

@@ -68,6 +68,8 @@ class SamplingParams:
     """Return the log-probability of each token under the unprocessed target, and of the this many likeliest ones."""
     logits_processors: Sequence[LogitsProcessor] = ()
     """Further processors, applied in order."""
+    share: bool = True
+    """Whether drafts may come from what other requests left in a shared store, and this one leaves its own there."""
 
     def __new__(cls, *args: object, **given: object) -> SamplingParams:
         """Remember which fields were given, so that the others can be filled from somebody else's defaults."""

@@ -12,7 +12,7 @@ from slipstream.cli.options import model_options, rule_option
 _EXAMPLES = """\b
 Examples:
   slipstream bench smollm2-135m
-  slipstream bench TARGET --draft DRAFT --draft ngram -k 2,4,8 --prompts humaneval:20 --plot speed.svg
+  slipstream bench TARGET --draft DRAFT --draft suffix,DRAFT -k 2,4,8 --prompts humaneval:20 --plot speed.svg
   slipstream bench TARGET --draft DRAFT --prompts prompts.jsonl --peer hf-plain,hf-assisted,hf-lookup
   slipstream bench TARGET --prompts prompts.jsonl --peer http://localhost:8080#llama.cpp --out result.json
   slipstream bench TARGET --json | tail -1 | jq .overall
@@ -35,7 +35,13 @@ class _Remembering(click.Command):
 
 @click.command("bench", epilog=_EXAMPLES, cls=_Remembering)
 @click.argument("model", metavar="TARGET")
-@click.option("--draft", "drafts", multiple=True, metavar="DRAFT", help="A model, or ngram (default); repeatable.")
+@click.option(
+    "--draft",
+    "drafts",
+    multiple=True,
+    metavar="DRAFT",
+    help="suffix (default), a model, or both: suffix,MODEL; repeatable.",
+)
 @click.option("-k", "ks", default="1,2,4,8", metavar="K,K,...", help="Draft tokens in a round (default: 1,2,4,8).")
 @rule_option
 @click.option("--prompts", metavar="FILE", help="JSON lines, or humaneval[:N] (default: eight of the package's own).")
@@ -61,6 +67,6 @@ def command(ctx: click.Context, /, **options: Any) -> int:
     """
     from slipstream.cli.bench_run import BenchTask, run
 
-    drafts = tuple(options.pop("drafts")) or ("ngram",)
+    drafts = tuple(options.pop("drafts")) or ("suffix",)
     words = shlex.join(["slipstream", "bench", *ctx.meta["words"]])
     return run(BenchTask(command=words, drafts=drafts, **options))

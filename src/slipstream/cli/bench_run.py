@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 
+from slipstream.cli.drafts import NONE, SUFFIX, is_model, members
 from slipstream.cli.options import sampling_params
 from slipstream.cli.run import INTERRUPTED
 from slipstream.cli.screen import console, is_terminal, note, wants_colour
@@ -30,8 +31,7 @@ if TYPE_CHECKING:
     from slipstream.speculative import SpeculativeDecoding
     from slipstream.types import SamplingParams
 
-_WITHOUT_MODEL = ("ngram",)
-_TAKEN = ("target", "plain", *_WITHOUT_MODEL)
+_TAKEN = ("target", "plain", SUFFIX)
 _WIDTH = 120
 
 
@@ -63,8 +63,8 @@ class BenchTask:
 
     @property
     def draft_models(self) -> dict[str, str]:
-        """The drafts that are to be loaded, by what reports call them: the last part of the path if that will do."""
-        models = [d for d in self.drafts if d not in _WITHOUT_MODEL]
+        """The draft models, by what reports call them: the last part of the path if that will do."""
+        models = list(dict.fromkeys(m for draft in self.drafts for m in members(draft) if is_model(m)))
         short = [Path(d).name for d in models]
         clear = len(set(short)) == len(short) and not set(short) & set(_TAKEN)
         return dict(zip(short if clear else models, models, strict=True))
@@ -112,10 +112,10 @@ def check(task: BenchTask) -> Plan:
     """Refuse what cannot work, before anything is loaded."""
     ks = _parse_ks(task.ks)
     _check_numbers(task)
-    if len(set(task.drafts)) < len(task.drafts):
-        raise InputError("--draft names the same draft twice; leave one out")
-    if "none" in task.drafts:
+    if NONE in task.drafts:
         raise InputError("--draft none is measured always, as plain decoding; leave it out")
+    if len({members(draft) for draft in task.drafts}) < len(task.drafts):
+        raise InputError("--draft names the same draft twice; leave one out")
     for option, name in (("--out", task.out), ("--plot", task.plot)):
         if name is not None:
             check_writable(option, name)
@@ -187,7 +187,6 @@ class _Weights:
 
 def _load(task: BenchTask, plan: Plan) -> Bench:
     """Open all checkpoints, encode the prompts, and only then read weights."""
-    from slipstream.drafters import ModelDrafter
     from slipstream.measure.bench import Bench
     from slipstream.measure.prompts import encoded
     from slipstream.speculative import SpeculativeDecoding
@@ -205,7 +204,7 @@ def _load(task: BenchTask, plan: Plan) -> Bench:
     plain, settings = SpeculativeDecoding(loaded["target"]), _settings(task, plan, loaded)
     # Before they get clocks: what runs may be another view of the weights than what was loaded.
     target = plain.target
-    drafts = {label: s.drafter.model for (label, _), s in settings.items() if isinstance(s.drafter, ModelDrafter)}
+    drafts = _draft_models(task, settings)
     contenders = _own(plain, settings, weights) + _peers(task, plan, target, (hf, weights))
     return Bench(target, drafts, tuple(contenders), tuple(prompts), plan.params, task.repeats)
 
@@ -251,12 +250,33 @@ def _settings(task: BenchTask, plan: Plan, loaded: dict[str, Model]) -> dict[tup
     """Every draft, by what reports call it, with every k."""
     from slipstream.speculative import SpeculativeDecoding
 
+    found: dict[tuple[str, int], SpeculativeDecoding] = {}
+    for draft in task.drafts:
+        labels = _labels(task, draft)
+        parts = [loaded.get(label, label) for label in labels]
+        for k in plan.ks:
+            draft_model = parts if len(parts) > 1 else parts[0]
+            found[",".join(labels), k] = SpeculativeDecoding(loaded["target"], draft_model, k, rule=task.rule)
+    return found
+
+
+def _labels(task: BenchTask, draft: str) -> list[str]:
+    """What reports call the members of ``draft``."""
     labels = {path: label for label, path in task.draft_models.items()}
-    named = [(labels.get(draft, draft), loaded.get(labels.get(draft, ""), draft)) for draft in task.drafts]
-    target = loaded["target"]
-    return {
-        (label, k): SpeculativeDecoding(target, draft, k, rule=task.rule) for label, draft in named for k in plan.ks
-    }
+    return [labels.get(member, member) for member in members(draft)]
+
+
+def _draft_models(task: BenchTask, settings: dict[tuple[str, int], SpeculativeDecoding]) -> dict[str, Model]:
+    """The draft models as they are used, by what reports call them."""
+    from slipstream.measure.bench import model_drafters
+
+    found: dict[str, Model] = {}
+    for draft in task.drafts:
+        labels = _labels(task, draft)
+        spec = next(s for (label, _), s in settings.items() if label == ",".join(labels))
+        models = [label for label in labels if label != SUFFIX]
+        found |= {label: one.model for label, one in zip(models, model_drafters(spec.drafter) or [], strict=True)}
+    return found
 
 
 def _own(
@@ -268,7 +288,7 @@ def _own(
 
     found: list[Contender] = [Own(plain, PLAIN, spare_bytes=weights.spare("target"))]
     for (label, k), spec in settings.items():
-        found.append(Own(spec, f"{label} k={k}", draft=label, spare_bytes=weights.spare("target", label)))
+        found.append(Own(spec, f"{label} k={k}", draft=label, spare_bytes=weights.spare("target", *label.split(","))))
     return found
 
 

@@ -14,7 +14,11 @@ _EXAMPLES = """\b
 Examples:
   slipstream generate smollm2-135m --chat --prompt "Write a haiku about rivers."
   slipstream generate path/to/target --draft path/to/draft -k 5 --prompt-file question.txt --compare
+  slipstream generate path/to/target --draft suffix,path/to/draft --prompt-file question.txt --compare
   cat report.txt | slipstream generate model.gguf --chat --system "Summarise." --json | tail -1
+
+A draft is a model, suffix (copies from the text so far), none, or several with commas between them: a cascade, in
+which the next one drafts what the one before is not sure of.
 
 The answer goes to stdout, figures go to stderr. On a terminal each token is coloured by where it came from.
 """
@@ -23,7 +27,9 @@ The answer goes to stdout, figures go to stderr. On a terminal each token is col
 @click.command("generate", epilog=_EXAMPLES)
 @click.argument("model")
 @click.argument("source", required=False, metavar="[-]")
-@click.option("--draft", default="ngram", metavar="DRAFT", help="A model, ngram (default: copies from the text), none.")
+@click.option(
+    "--draft", default="suffix", metavar="DRAFT", help="suffix (default: copies), a model, suffix,MODEL, none."
+)
 @click.option("-k", "k", type=int, default=4, metavar="K", help="Draft tokens in a round (default: 4).")
 @rule_option
 @click.option("--prompt", "-p", metavar="TEXT", help="The prompt.")

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slipstream.cli.answer import Answer
+from slipstream.cli.drafts import short_name
 from slipstream.cli.screen import legend, styled
 from slipstream.measure.files import write_whole
 
@@ -92,7 +93,7 @@ def table(report: Report) -> Table:
     if report.plain is not None:
         answers.insert(0, report.plain)
         shown.add_column("plain", justify="right")
-    shown.add_column(f"draft: {Path(report.draft).name}" if report.draft else "plain", justify="right")
+    shown.add_column(f"draft: {short_name(report.draft)}" if report.draft else "plain", justify="right")
     for label, cell in _rows(report):
         shown.add_row(label, *(cell(a) for a in answers))
     return shown

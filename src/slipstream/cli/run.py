@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 
+from slipstream.cli.drafts import is_model, members
 from slipstream.cli.options import RULES
 from slipstream.cli.prompt import Prompt
 from slipstream.cli.screen import Screen, console, is_terminal, legend
@@ -38,7 +39,7 @@ class Task:
     model: str
     prompt: Prompt
     params: SamplingParams
-    draft: str = "ngram"
+    draft: str = "suffix"
     k: int = 4
     rule: str = RULES[0]
     weights: str = "auto"
@@ -57,8 +58,13 @@ class Task:
 
     @property
     def drafts_by_model(self) -> bool:
-        """Whether ``draft`` is a model to load."""
-        return not self.plain and self.draft != "ngram"
+        """Whether ``draft`` names a model to load."""
+        return bool(self.draft_models)
+
+    @property
+    def draft_models(self) -> tuple[str, ...]:
+        """Those that ``draft`` names."""
+        return () if self.plain else tuple(filter(is_model, members(self.draft)))
 
 
 def run(task: Task) -> int:
@@ -72,10 +78,10 @@ def run(task: Task) -> int:
         import torch
 
         torch.set_num_threads(task.threads)
-    target, draft = _open_both(task)
+    target, drafts = _open_all(task)
     ids = task.prompt.ids(target.tokenizer, task.model)
     _check_fits(ids, target)
-    models = _load_both(task, target, draft)
+    models = _load_all(task, target, drafts)
     _check_fits(ids, models.target)  # again: some say their limit only now
     report = _answers(task, models, ids)
     _show(report, task)
@@ -87,25 +93,26 @@ def check(task: Task) -> None:
     if task.k < 0:
         raise InputError(f"-k {task.k} is no number of draft tokens; use 0 (plain decoding) or more")
     if task.compare and task.plain:
-        raise InputError("--compare needs a draft; give --draft ngram or a model, and -k 1 or more")
+        raise InputError("--compare needs a draft; give --draft suffix or a model, and -k 1 or more")
+    members(task.draft)
     if task.threads is not None and not 1 <= task.threads <= MOST_THREADS:
         raise InputError(f"--threads {task.threads} is no number of threads; use 1 to {MOST_THREADS}")
     if task.svg is not None:
         check_writable("--svg", task.svg)
 
 
-def _open_both(task: Task) -> tuple[Checkpoint, Checkpoint | None]:
-    """Target and draft with everything checked that can be without reading weights."""
+def _open_all(task: Task) -> tuple[Checkpoint, dict[str, Checkpoint]]:
+    """Target and draft models (by name) with everything checked that can be without reading weights."""
     from slipstream.models.load import open_checkpoint
     from slipstream.models.vocabulary import check_same_tokenizer
 
     with _loading(task, task.model):
         target = open_checkpoint(task.model, weights=task.weights, device=task.device)
-        if not task.drafts_by_model:
-            return target, None
-        draft = open_checkpoint(task.draft, weights=task.draft_weights, device=task.device)
-        check_same_tokenizer(target, draft)
-    return target, draft
+        drafts: dict[str, Checkpoint] = {}
+        for name in task.draft_models:
+            drafts[name] = open_checkpoint(name, weights=task.draft_weights, device=task.device)
+            check_same_tokenizer(target, drafts[name])
+    return target, drafts
 
 
 def _check_fits(ids: list[int], target: Checkpoint | Model) -> None:
@@ -119,20 +126,26 @@ class Models:
     """What takes part, ready to run."""
 
     target: Model
-    draft: Model | str | None
+    draft: Model | str | list[Model | str] | None
     draft_bytes: int
     """Memory that the draft's weights occupy; plain decoding would not need it."""
 
 
-def _load_both(task: Task, target: Checkpoint, draft: Checkpoint | None) -> Models:
+def _load_all(task: Task, target: Checkpoint, drafts: dict[str, Checkpoint]) -> Models:
     with _loading(task, target.name):
         loaded = target.load()
-    if draft is None:
-        return Models(loaded, None if task.plain else task.draft, 0)
+    if task.plain:
+        return Models(loaded, None, 0)
     before = memory.used_bytes(task.device)
-    with _loading(task, draft.name):
-        loaded_draft = draft.load()
-    return Models(loaded, loaded_draft, max(0, memory.used_bytes(task.device) - before))
+    parts: list[Model | str] = []
+    for name in members(task.draft):
+        if name not in drafts:
+            parts.append(name)
+            continue
+        with _loading(task, name):
+            parts.append(drafts[name].load())
+    size = max(0, memory.used_bytes(task.device) - before) if drafts else 0
+    return Models(loaded, parts if len(parts) > 1 else parts[0], size)
 
 
 @contextmanager

@@ -5,7 +5,7 @@ A third party adds one by writing these two small classes; nothing else in Slips
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from slipstream.sampling import Sampler
@@ -25,6 +25,25 @@ class DraftSession(Protocol):
         drafted: a session that keeps state catches up and rolls back by itself. Fewer tokens than ``k``, or none, is
         always a correct answer. ``Draft.probs`` must be the very distributions that the tokens were drawn from.
         """
+        ...
+
+
+class Continuing(DraftSession, Protocol):
+    """What a session may have besides; whoever uses one looks for each by its name."""
+
+    gate: Callable[[int, float], bool] | None
+    """Set by others; asked before each token with the number drafted so far in this round and the confidence of the
+    next. False ends the draft, with ``ended="controller"``."""
+
+    def draft_after(self, tokens: Sequence[int], drafted: Sequence[int], k: int) -> Draft:
+        """As ``draft``, behind ``drafted`` tokens that others propose in the same round and that may yet be rejected.
+
+        With it a drafter can go on from another's tokens in a cascade.
+        """
+        ...
+
+    def close(self, tokens: Sequence[int]) -> None:
+        """Called once when the request is over, abandoned ones included, with its prompt and committed output."""
         ...
 
 

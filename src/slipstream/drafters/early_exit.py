@@ -1,7 +1,7 @@
 """The target drafts for itself: its first layers, and its output layer right behind them.
 
-No second model and no second cache: what the first layers compute while drafting is what the verification would compute,
-so it goes on from there. How good such a draft is depends on the model: most must be trained for it.
+No second model and no second cache: what the first layers compute while drafting is what the verification would
+compute, so it goes on from there. How good such a draft is depends on the model: most must be trained for it.
 """
 
 from __future__ import annotations
@@ -32,9 +32,7 @@ class EarlyExitDrafter:
         if total is None or not hasattr(target, "exit_early"):
             raise InputError(f"{PREFIX}{layers} needs the lean decoder, and {target.name} runs behind the adapter")
         if not 1 <= layers < total:
-            raise InputError(
-                f"{PREFIX}{layers} does not fit {target.name}, which has {total} layers; use 1 to {total - 1}"
-            )
+            raise InputError(f"{PREFIX}{layers} does not fit {target.name}: of its {total} layers use 1 to {total - 1}")
         self.name = f"{PREFIX}{layers}"
         self.target: Any = target
         self.layers = layers

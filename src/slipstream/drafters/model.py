@@ -74,17 +74,23 @@ class ModelSession:
 
     def draft(self, tokens: Sequence[int], k: int) -> Draft:
         """Draw up to ``k`` tokens, fewer at the draft model's context limit, none after it produced NaN."""
+        return self.draft_after(tokens, (), k)
+
+    def draft_after(self, tokens: Sequence[int], given: Sequence[int], k: int) -> Draft:
+        """The same behind ``given`` tokens of other drafters, which may yet be rejected."""
+        length = len(tokens) + len(given)
         if self._model.max_positions is not None:
-            k = min(k, self._model.max_positions - len(tokens) + 1)
+            k = min(k, self._model.max_positions - length + 1)
         if self._suspended or k <= 0:
             return Draft()
-        self._roll_back(tokens)
+        context = [*tokens, *given]
+        self._roll_back(context, len(tokens))
         drafted: list[int] = []
         rows: list[Tensor] = []
         try:
             while len(drafted) < k:
-                q = self._next(tokens, drafted)
-                drafted.append(self._sampler.draw(q, len(tokens) + len(drafted)))
+                q = self._next(context, drafted)
+                drafted.append(self._sampler.draw(q, length + len(drafted)))
                 rows.append(q)
                 if drafted[-1] in self._sampler.stop_ids:
                     break  # nothing is ever kept after it
@@ -95,15 +101,15 @@ class ModelSession:
             return Draft(tuple(drafted))
         return Draft(tuple(drafted), torch.stack(rows))
 
-    def _roll_back(self, tokens: Sequence[int]) -> None:
-        """Keep what agrees with ``tokens``; at least the last of them is left to be fed."""
-        agree = min(self._committed, len(tokens) - 1)
-        limit = min(len(self._fed), len(tokens) - 1)
-        while agree < limit and self._fed[agree] == tokens[agree]:
+    def _roll_back(self, context: Sequence[int], committed: int) -> None:
+        """Keep what agrees with ``context``, of which ``committed`` tokens stay; the last is left to be fed."""
+        agree = min(self._committed, len(context) - 1)
+        limit = min(len(self._fed), len(context) - 1)
+        while agree < limit and self._fed[agree] == context[agree]:
             agree += 1
         del self._fed[agree:]
         self._cache.truncate(agree)
-        self._committed = len(tokens)
+        self._committed = committed
 
     def _next(self, tokens: Sequence[int], drafted: Sequence[int]) -> Tensor:
         """q (V,) of the position after ``tokens + drafted``, over the target's ids."""

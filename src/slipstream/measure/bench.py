@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import Protocol
 
-from slipstream.drafters import ModelDrafter, NgramDrafter, NoDrafter
+from slipstream.drafters import CascadeDrafter, Drafter, ModelDrafter, NoDrafter, SuffixDrafter
 from slipstream.errors import SlipstreamError
 from slipstream.measure.bandwidth import Bandwidth, read_bandwidth, weight_bytes
 from slipstream.measure.costs import (
@@ -111,14 +111,25 @@ class Own:
 
 def _time_passes(spec: SpeculativeDecoding) -> list[TimedModel]:
     """Put clocks around the models; none if a drafter may hold models where they are not seen."""
-    if not isinstance(spec.drafter, ModelDrafter | NgramDrafter | NoDrafter):
+    drafters = model_drafters(spec.drafter)
+    if drafters is None:
         return []
     clock, spec.target = timed(spec.target)
     clocks = [clock]
-    if isinstance(spec.drafter, ModelDrafter):
-        clock, spec.drafter.model = timed(spec.drafter.model)
+    for drafter in drafters:
+        clock, drafter.model = timed(drafter.model)
         clocks.append(clock)
     return clocks
+
+
+def model_drafters(drafter: Drafter) -> list[ModelDrafter] | None:
+    """The parts of ``drafter`` that are models; None if it may hold others where they are not seen."""
+    if isinstance(drafter, CascadeDrafter):
+        parts = [model_drafters(one) for one in drafter.drafters]
+        return None if None in parts else [found for part in parts if part for found in part]
+    if isinstance(drafter, ModelDrafter):
+        return [drafter]
+    return [] if isinstance(drafter, SuffixDrafter | NoDrafter) else None
 
 
 def interleaved(

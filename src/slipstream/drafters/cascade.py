@@ -1,0 +1,146 @@
+"""Several drafters, best first: what the first is not sure of, the next one drafts.
+
+Whoever proposes a token, it is verified with the q that it was drawn from, so the output stays exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slipstream.drafters.base import Drafter
+from slipstream.errors import InputError
+from slipstream.sampling import Sampler
+from slipstream.types import Draft, DraftEnd
+
+#: How sure all but the last must be of a token; see the lab notes.
+MIN_CONFIDENCE = 0.7
+
+
+class CascadeDrafter:
+    """Asks ``drafters`` in order for each token; the last one is what is left if no other is confident.
+
+    Args:
+        drafters: the preferred one first, such as ``[SuffixDrafter(), ModelDrafter(...)]``.
+        min_confidence: a drafter before the last one is asked for as many tokens as it is that sure of.
+    """
+
+    def __init__(self, drafters: Sequence[Drafter], *, min_confidence: float = MIN_CONFIDENCE) -> None:
+        if not drafters:
+            raise InputError("drafters=[] has no drafter to ask; name at least one")
+        if not 0 <= min_confidence <= 1:
+            raise InputError(f"min_confidence={min_confidence!r} is not usable; use a number in [0, 1]")
+        self.drafters = tuple(drafters)
+        self.min_confidence = min_confidence
+        self.name = ",".join(drafter.name for drafter in drafters)
+
+    def start(self, sampler: Sampler) -> CascadeSession:
+        """Begin one request."""
+        return CascadeSession(self, sampler)
+
+
+class CascadeSession:
+    """A session of each drafter.
+
+    The first one drafts as much as it can; every later one is asked token by token, so that those before it may go on
+    from there. A session without ``draft_after`` cannot go on from another's tokens: it is asked at the start of a
+    draft only, and for all of it.
+    """
+
+    gate: Callable[[int, float], bool] | None = None
+    """Asked before each token with the number drafted so far and the token's confidence; False ends the draft."""
+
+    def __init__(self, drafter: CascadeDrafter, sampler: Sampler) -> None:
+        self._names = [one.name for one in drafter.drafters]
+        self._sessions: list[Any] = [one.start(sampler) for one in drafter.drafters]
+        self._min_confidence = drafter.min_confidence
+        self._stop_ids = sampler.stop_ids
+        self._unsure = False
+
+    def draft(self, tokens: Sequence[int], k: int) -> Draft:
+        """Up to ``k`` tokens of all drafters; copied ones have one-hot rows if others were drawn."""
+        return self.draft_after(tokens, (), k)
+
+    def draft_after(self, tokens: Sequence[int], drafted: Sequence[int], k: int) -> Draft:
+        """The same behind ``drafted`` tokens of other drafters, which may yet be rejected."""
+        pieces: list[Draft] = []
+        made: list[int] = []
+        member = 0
+        while member < len(self._sessions) and len(made) < k and not (made and made[-1] in self._stop_ids):
+            piece = self._ask(member, tokens, [*drafted, *made], k - len(made), len(made))
+            pieces.append(piece)
+            made += piece.tokens
+            if piece.ended == "controller":
+                break
+            # Who stopped by itself is asked again once another one has found the next token.
+            member = 0 if piece.tokens and member > 0 else member + 1
+        return joined(pieces)
+
+    def close(self, tokens: Sequence[int]) -> None:
+        """The request is over, with ``tokens`` (prompt + output)."""
+        for session in self._sessions:
+            if hasattr(session, "close"):
+                session.close(tokens)
+
+    def _ask(self, member: int, tokens: Sequence[int], drafted: Sequence[int], room: int, count: int) -> Draft:
+        """What one drafter adds to a draft that has ``count`` tokens."""
+        session = self._sessions[member]
+        goes_on = hasattr(session, "draft_after")
+        if drafted and not goes_on:
+            return Draft(ended="no match")
+        self._unsure = False
+        if hasattr(session, "gate"):
+            session.gate = self._gate(member, count)
+        if goes_on:
+            draft: Draft = session.draft_after(tokens, drafted, room if member == 0 else 1)
+        else:
+            draft = session.draft(tokens, room)
+        ended: DraftEnd = "confidence" if self._unsure else draft.ended
+        return replace(draft, ended=ended, sources=draft.sources or (self._names[member],) * len(draft.tokens))
+
+    def _gate(self, member: int, count: int) -> Callable[[int, float], bool]:
+        """Demands confidence of all but the last drafter, then asks this session's own gate, ``count`` tokens on."""
+        least = 0.0 if member == len(self._sessions) - 1 else self._min_confidence
+
+        def gate(number: int, confidence: float) -> bool:
+            self._unsure = confidence < least
+            return not self._unsure and (self.gate is None or self.gate(count + number, confidence))
+
+        return gate
+
+
+def joined(pieces: Sequence[Draft]) -> Draft:
+    """Drafts of one round, each of which goes on where the one before it ended, as one draft.
+
+    If any tokens were drawn, the copied ones get one-hot rows. An id that those who draw do not have cannot have such a
+    row; the draft then ends before it.
+    """
+    tokens = tuple(token for piece in pieces for token in piece.tokens)
+    sources = tuple(source for piece in pieces for source in piece.sources)
+    confidence = tuple(sure for piece in pieces for sure in piece.confidence)
+    ended = pieces[-1].ended if pieces else "limit"
+    if len(confidence) < len(tokens):
+        confidence = ()
+    like = next((piece.probs for piece in pieces if piece.probs is not None), None)
+    if like is None:
+        return Draft(tokens, None, ended, sources, confidence)
+    vocab = like.shape[-1]
+    known = next((i for i, token in enumerate(tokens) if token >= vocab), len(tokens))
+    if known < len(tokens):
+        tokens, sources, confidence, ended = tokens[:known], sources[:known], confidence[:known], "vocabulary"
+    rows = [_rows(piece, like) for piece in pieces if piece.tokens]
+    return Draft(tokens, torch.cat(rows)[:known], ended, sources, confidence)
+
+
+def _rows(piece: Draft, like: Tensor) -> Tensor:
+    """The q of each token, (k, V); an id of V or above gets a row of zeros."""
+    if piece.probs is not None:
+        return piece.probs
+    ids = torch.tensor(piece.tokens, device=like.device).unsqueeze(1)
+    fitting = ids < like.shape[-1]
+    rows = torch.zeros(len(ids), like.shape[-1], dtype=like.dtype, device=like.device)
+    return rows.scatter_(1, ids * fitting, fitting.to(like.dtype))
