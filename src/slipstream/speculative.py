@@ -15,7 +15,7 @@ from slipstream.drafters import make_drafter
 from slipstream.errors import InputError
 from slipstream.models.base import Model
 from slipstream.models.load import Checkpoint, open_checkpoint
-from slipstream.models.vocabulary import check_same_tokenizer
+from slipstream.models.vocabulary import check_pair
 from slipstream.sampling import Sampler, validate
 from slipstream.stats import count_rounds
 from slipstream.text import Ending, Prompt, encode, token_id
@@ -78,7 +78,7 @@ class SpeculativeDecoding:
                 "transformers model or a path"
             )
         if _is_model(draft):
-            check_same_tokenizer(target, draft)
+            check_pair(target, draft)
         loaded = _loaded(target)
         self.target: Model = _bit_exact(loaded) if bit_exact else loaded
         validate(self.defaults, self.target.vocab_size)

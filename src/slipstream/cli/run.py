@@ -95,14 +95,14 @@ def check(task: Task) -> None:
 def _open_both(task: Task) -> tuple[Checkpoint, Checkpoint | None]:
     """Target and draft with everything checked that can be without reading weights."""
     from slipstream.models.load import open_checkpoint
-    from slipstream.models.vocabulary import check_same_tokenizer
+    from slipstream.models.vocabulary import check_pair
 
     with _loading(task, task.model):
         target = open_checkpoint(task.model, weights=task.weights, device=task.device)
         if not task.drafts_by_model:
             return target, None
         draft = open_checkpoint(task.draft, weights=task.draft_weights, device=task.device)
-        check_same_tokenizer(target, draft)
+        check_pair(target, draft)
     return target, draft
 
 

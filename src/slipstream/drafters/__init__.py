@@ -8,14 +8,16 @@ from slipstream.drafters.base import Drafter, DraftSession
 from slipstream.drafters.model import ModelDrafter, for_drafting
 from slipstream.drafters.ngram import NgramDrafter
 from slipstream.drafters.nothing import NoDrafter
+from slipstream.drafters.vocabulary import VocabularyDrafter
 from slipstream.errors import InputError
 from slipstream.models.base import Model
+from slipstream.models.vocabulary import have_same_tokenizer
 
-__all__ = ["DraftSession", "Drafter", "ModelDrafter", "NgramDrafter", "NoDrafter", "make_drafter"]
+__all__ = ["DraftSession", "Drafter", "ModelDrafter", "NgramDrafter", "NoDrafter", "VocabularyDrafter", "make_drafter"]
 
 
 def make_drafter(draft: Any, target: Model) -> Drafter:
-    """``None``, ``"ngram"``, a drafter, or a model of the target's tokenizer.
+    """``None``, ``"ngram"``, a drafter, or a model, which may have another tokenizer than the target.
 
     Raises:
         InputError: anything else.
@@ -29,7 +31,10 @@ def make_drafter(draft: Any, target: Model) -> Drafter:
         drafter: Drafter = draft
         return drafter
     if made and hasattr(draft, "forward") and hasattr(draft, "new_cache"):
-        return ModelDrafter(for_drafting(draft), target.vocab_size)
+        model = for_drafting(draft)
+        if have_same_tokenizer(target, draft):
+            return ModelDrafter(model, target.vocab_size)
+        return VocabularyDrafter(model, target)
     kind = type(draft).__name__ if made else f"class {draft.__name__}"
     raise InputError(
         f"draft_model= is a {kind}, which is not a drafter; use a model, a path, 'ngram', None, or an object with "
