@@ -80,6 +80,11 @@ class SpeculativeDecoding:
         if _is_model(draft):
             check_pair(target, draft)
         loaded = _loaded(target)
+        if getattr(loaded, "output_ids", None) is not None:
+            raise InputError(
+                f"{loaded.name} can say only {loaded.vocab_size} of the {loaded.embedding_size} ids that it reads, "
+                "so it is no target; use it as draft_model"
+            )
         self.target: Model = _bit_exact(loaded) if bit_exact else loaded
         validate(self.defaults, self.target.vocab_size)
         self.tokenizer = tokenizer if tokenizer is not None else self.target.tokenizer

@@ -23,6 +23,7 @@ from torch.nn import functional as F  # noqa: N812
 from slipstream.errors import InputError
 from slipstream.models.cache import KeyValueCache
 from slipstream.models.linear import Linear, activation_dtype, embedding_dtype, make_linear, stored_bytes
+from slipstream.models.reduced import read_output_ids
 
 #: (name in the Hugging Face layout) -> tensor; raises KeyError if there is none.
 Tensors = Callable[[str], Tensor]
@@ -247,6 +248,8 @@ class LlamaModel:
         self._embedding = embedding.to(embedding_dtype(self.weights))
         self.embedding_size = len(embedding)
         self.vocab_size = len(head)
+        self.output_ids = read_output_ids(self.name, config, tensor, (self.vocab_size, self.embedding_size))
+        """The id of each row of the output layer, (V,); None if row and id are one."""
 
 
 def _windows(config: Mapping[str, Any]) -> list[int | None]:

@@ -69,6 +69,7 @@ class Transcript:
         """Begin a stretch of text behind a special token or at the start."""
         self._fixed = len(self.ids)
         self._places: list[tuple[int, int]] = []
+        self._begun = False
         self._text = ""
         self._base = 0
 
@@ -87,9 +88,11 @@ class Transcript:
 
     def _append(self, fresh: str) -> None:
         """Add characters to the stretch and encode again what they may have changed."""
-        if fresh and not self._places:
-            plain = self._pairing.target.unled(fresh, first=self._first)
-            fresh = self._pairing.draft.led(plain, first=self._first)
+        if fresh and not self._begun:
+            self._begun = True
+            fresh = self._pairing.target.unled(fresh, first=self._first)
+        if not self._places:
+            fresh = self._pairing.draft.led(fresh, first=self._first)
         if not fresh:
             return
         text = self._text + fresh
@@ -108,7 +111,7 @@ class Transcript:
         self._keep_end_of(text)
 
     def _boundary(self, back: int) -> int:
-        """Index in the stretch of an id to encode from: ``back`` ids before its end or more, best where a word begins."""
+        """Index in the stretch of the id to encode from: ``back`` ids before its end or more, where a word begins."""
         near = len(self._places) - back
         if near <= 0:
             return 0
