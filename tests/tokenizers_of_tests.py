@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 PROSE = (Path(__file__).parents[1] / "benchmarks" / "texts" / "prose.txt").read_text(encoding="utf-8")
 CODE = "def mean(values):\n    if not values:\n        return 0.0\n    return sum(values) / len(values)\n\n\n" * 3
-TEXT = PROSE + CODE + "潮汐是海平面的升降现象。你好，世界！ Привет, мир! naïve café — 🎉👩‍👩‍👧 don't 3.14159\r\n"
+TEXT = PROSE + CODE + "潮汐是海平面的升降现象。你好 世界。 Привет, мир! naïve café — 🎉👩‍👩‍👧 don't 3.14159\r\n"
 SPLIT = r"'s|'t|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 

@@ -124,8 +124,7 @@ class ModelSession:
         except ModelError as error:
             self._suspended = True
             warnings.warn(f"drafting with {self._model.name} is suspended for this request: {error}", stacklevel=2)
-        soft = bool(drawn.tokens) and not self._sampler.greedy
-        probs = torch.stack(drawn.rows) if soft else None
+        probs = torch.stack(drawn.rows) if drawn.rows and not self._sampler.greedy else None
         return Draft(tuple(drawn.tokens), probs, ended, confidence=tuple(drawn.confidence))
 
     def _draw(self, tokens: Sequence[int], own: Sequence[int], k: int, drawn: _Drawn) -> DraftEnd:

@@ -183,10 +183,9 @@ class _Written:
 
     def confidence(self) -> list[float]:
         """For each token of the spelling, how sure the draft was of what it wrote from there to the next."""
-        lengths = [len(self._border.target.bytes_of(t)) for t in self.spelled]
-        ends = [*accumulate(lengths[:-1]), len(self._text) + 1] if lengths else []
-        starts = [0, *ends[:-1]]
-        return [prod(p for at, p in self._peaks if a <= at < b) for a, b in zip(starts, ends, strict=True)]
+        starts = [0, *accumulate(len(self._border.target.bytes_of(t)) for t in self.spelled)][: len(self.spelled)]
+        ends = [*starts[1:], len(self._text) + 1]
+        return [prod(p for at, p in self._peaks if a <= at < b) for a, b in zip(starts, ends, strict=False)]
 
 
 class _Border:
