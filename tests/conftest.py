@@ -116,6 +116,14 @@ def other_tokenizer_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path
 
 
 @pytest.fixture(scope="session")
+def stranger_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of one whose tokenizer has no token in common with the others."""
+    from tokenizers_of_tests import of_tokens
+
+    return save_checkpoint(tmp_path_factory.mktemp("stranger"), of_tokens([f"x{i}" for i in range(290)]), seed=3)
+
+
+@pytest.fixture(scope="session")
 def smollm2() -> Path:
     """Folder of SmolLM2-135M in the model cache; SLIPSTREAM_SKIP_REAL_WEIGHTS=1 skips instead of failing."""
     from slipstream.models import registry

@@ -951,10 +951,10 @@ def test_plots_need_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
     refused(invoke("model", "--plot", "a.png"), "pip install matplotlib")
 
 
-def test_bad_models(tiny_checkpoint: Path, other_tokenizer_checkpoint: Path, tmp_path: Path) -> None:
+def test_bad_models(tiny_checkpoint: Path, stranger_checkpoint: Path, tmp_path: Path) -> None:
     refused(invoke(tmp_path / "none"), "none")
     refused(invoke(tiny_checkpoint, "--draft", tmp_path / "none"), "none")
-    refused(invoke(tiny_checkpoint, "--draft", other_tokenizer_checkpoint), "another tokenizer")
+    refused(invoke(tiny_checkpoint, "--draft", stranger_checkpoint), "0 tokens in common")
     source = prompt_file(tmp_path, {"id": "long", "prompt": "x" * 254})
     refused(invoke(tiny_checkpoint, "--prompts", source), "'long'", "255 tokens", "256")
 

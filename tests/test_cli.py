@@ -205,11 +205,11 @@ def unreadable_weights(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("unreadable_weights")
 def test_prompt_and_tokenizers_are_checked_before_weights_are_read(
-    tiny_checkpoint: Path, other_tokenizer_checkpoint: Path
+    tiny_checkpoint: Path, stranger_checkpoint: Path
 ) -> None:
     """A user waited for a large model to load only to read that the prompt was too long, or the draft a stranger."""
     too_long = invoke("generate", tiny_checkpoint, "-p", "a" * 400)
-    stranger = invoke("generate", tiny_checkpoint, "-p", "a", "--draft", other_tokenizer_checkpoint)
+    stranger = invoke("generate", tiny_checkpoint, "-p", "a", "--draft", stranger_checkpoint)
     assert (too_long.exit_code, stranger.exit_code) == (2, 2)
 
 
@@ -218,8 +218,8 @@ def test_prompt_longer_than_the_context(tiny_checkpoint: Path) -> None:
 
 
 def test_draft_with_another_tokenizer(tiny_checkpoint: Path, other_tokenizer_checkpoint: Path) -> None:
-    result = invoke("generate", tiny_checkpoint, "-p", "a", "--draft", other_tokenizer_checkpoint)
-    refused(result, "another tokenizer", "id 4")
+    result = invoke("generate", tiny_checkpoint, "-p", "a", "--draft", other_tokenizer_checkpoint, "-n", 8)
+    assert result.exit_code == 0
 
 
 def test_chat_without_a_template(tmp_path: Path) -> None:

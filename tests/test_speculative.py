@@ -28,7 +28,7 @@ from fakes import (
     wrong_at,
 )
 from slipstream import InputError, ModelError, Output, SamplingParams, SpeculativeDecoding, Stream, load_model
-from slipstream.drafters import NoDrafter, SuffixDrafter
+from slipstream.drafters import NoDrafter, SuffixDrafter, VocabularyDrafter
 
 V = 12
 LAW = random_law(V, seed=1)
@@ -262,16 +262,10 @@ def test_paths_that_do_not_exist_are_refused(tmp_path: Path) -> None:
             SpeculativeDecoding(target, draft)
 
 
-def test_a_draft_with_another_tokenizer_is_refused(target: Any, other_tokenizer_checkpoint: Path) -> None:
+def test_a_draft_with_another_tokenizer(target: Any, other_tokenizer_checkpoint: Path) -> None:
     """V2. As many ids, in another order: accepted by a comparison of sizes, and every draft rejected from then on."""
-    with pytest.raises(InputError) as error:
-        SpeculativeDecoding(target, other_tokenizer_checkpoint)
-    other = load_model(other_tokenizer_checkpoint)
-    ours, theirs = target.tokenizer.convert_ids_to_tokens, other.tokenizer.convert_ids_to_tokens
-    first = next(i for i in range(275) if ours(i) != theirs(i))
-    assert f"id {first} " in str(error.value)
-    assert repr(ours(first)) in str(error.value)
-    assert repr(theirs(first)) in str(error.value)
+    other = SpeculativeDecoding(target, other_tokenizer_checkpoint)
+    assert isinstance(other.drafter, VocabularyDrafter)
 
 
 @pytest.mark.parametrize("sizes", [(100, 128), (128, 100)])

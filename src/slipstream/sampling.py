@@ -55,7 +55,8 @@ class Sampler:
         self.generator = torch.Generator().manual_seed(seed)
         self._seed = seed
         self.stop_ids = frozenset(stop_ids)
-        self._rewrites_logits = _rewrites_logits(params)
+        self.rewrites_logits = _rewrites_logits(params)
+        """Whether logits are changed (by bias, penalties, processors) before temperature and filters."""
 
     @property
     def greedy(self) -> bool:
@@ -110,7 +111,7 @@ class Sampler:
 
     def _process(self, logits: Tensor, tokens: Sequence[int]) -> Tensor:
         logits = logits if logits.dtype == torch.float64 else logits.float()
-        if not self._rewrites_logits:
+        if not self.rewrites_logits:
             return logits
         first = len(tokens) - len(logits) + 1
         rows = [self._process_row(row.clone(), tokens[: first + i]) for i, row in enumerate(logits)]

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from slipstream.decode import Decoder
-from slipstream.drafters import NAMES, make_drafter
+from slipstream.drafters import is_name, make_drafter
 from slipstream.errors import InputError
 from slipstream.models.base import Model
 from slipstream.models.load import Checkpoint, open_checkpoint
-from slipstream.models.vocabulary import check_same_tokenizer
+from slipstream.models.vocabulary import check_pair
 from slipstream.sampling import Sampler, validate
 from slipstream.stats import count_rounds
 from slipstream.text import Ending, Prompt, encode, token_id
@@ -80,8 +80,13 @@ class SpeculativeDecoding:
             )
         for one in draft if isinstance(draft, list) else [draft]:
             if _is_model(one):
-                check_same_tokenizer(target, one)
+                check_pair(target, one)
         loaded = _loaded(target)
+        if getattr(loaded, "output_ids", None) is not None:
+            raise InputError(
+                f"{loaded.name} can say only {loaded.vocab_size} of the {loaded.embedding_size} ids that it reads, "
+                "so it is no target; use it as draft_model"
+            )
         self.target: Model = _bit_exact(loaded) if bit_exact else loaded
         validate(self.defaults, self.target.vocab_size)
         self.tokenizer = tokenizer if tokenizer is not None else self.target.tokenizer
@@ -296,7 +301,7 @@ def _opened(model: Any) -> Any:
 
 
 def _opened_draft(draft: Any) -> Any:
-    return draft if isinstance(draft, str) and draft in NAMES else _opened(draft)
+    return draft if is_name(draft) else _opened(draft)
 
 
 def _each(draft: Any, function: Callable[[Any], Any]) -> Any:

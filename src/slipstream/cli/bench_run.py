@@ -214,7 +214,7 @@ def _open(task: BenchTask) -> dict[str, Checkpoint]:
     import torch
 
     from slipstream.models.load import open_checkpoint
-    from slipstream.models.vocabulary import check_same_tokenizer
+    from slipstream.models.vocabulary import check_pair
 
     if task.threads is not None:
         torch.set_num_threads(task.threads)
@@ -223,7 +223,7 @@ def _open(task: BenchTask) -> dict[str, Checkpoint]:
         opened = {"target": target}
         for label, path in task.draft_models.items():
             opened[label] = open_checkpoint(path, weights=task.draft_weights, device=task.device)
-            check_same_tokenizer(target, opened[label])
+            check_pair(target, opened[label])
     return opened
 
 
@@ -274,7 +274,7 @@ def _draft_models(task: BenchTask, settings: dict[tuple[str, int], SpeculativeDe
     for draft in task.drafts:
         labels = _labels(task, draft)
         spec = next(s for (label, _), s in settings.items() if label == ",".join(labels))
-        models = [label for label in labels if label != SUFFIX]
+        models = [label for label in labels if is_model(label)]
         found |= {label: one.model for label, one in zip(models, model_drafters(spec.drafter) or [], strict=True)}
     return found
 

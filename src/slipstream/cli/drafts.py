@@ -1,4 +1,4 @@
-"""What ``--draft`` may say: a model, ``suffix``, ``none``, or several with commas between them."""
+"""What ``--draft`` may say: a model, ``suffix``, ``early-exit:8``, ``none``, or several with commas between them."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ SUFFIX = "suffix"
 #: What it was called before.
 _SYNONYM = "ngram"
 NONE = "none"
+#: What comes before a number of layers.
+EARLY_EXIT = "early-exit:"
 
 
 def members(draft: str) -> tuple[str, ...]:
@@ -33,7 +35,7 @@ def members(draft: str) -> tuple[str, ...]:
 
 def is_model(member: str) -> bool:
     """Whether one of ``members`` is a model to load."""
-    return member not in (SUFFIX, NONE)
+    return member not in (SUFFIX, NONE) and not member.startswith(EARLY_EXIT)
 
 
 def short_name(draft: str) -> str:

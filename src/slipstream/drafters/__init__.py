@@ -6,22 +6,28 @@ from typing import Any
 
 from slipstream.drafters.base import Drafter, DraftSession
 from slipstream.drafters.cascade import CascadeDrafter
+from slipstream.drafters.early_exit import PREFIX, EarlyExitDrafter, early_exit
 from slipstream.drafters.model import ModelDrafter, for_drafting
 from slipstream.drafters.nothing import NoDrafter
 from slipstream.drafters.store import SuffixStore
 from slipstream.drafters.suffix import SuffixDrafter
+from slipstream.drafters.vocabulary import VocabularyDrafter
 from slipstream.errors import InputError
 from slipstream.models.base import Model
+from slipstream.models.vocabulary import have_same_tokenizer
 
 __all__ = [
     "NAMES",
     "CascadeDrafter",
     "DraftSession",
     "Drafter",
+    "EarlyExitDrafter",
     "ModelDrafter",
     "NoDrafter",
     "SuffixDrafter",
     "SuffixStore",
+    "VocabularyDrafter",
+    "is_name",
     "make_drafter",
 ]
 
@@ -29,8 +35,15 @@ __all__ = [
 NAMES = ("suffix", "ngram")
 
 
+def is_name(draft: Any) -> bool:
+    """Whether ``draft`` names a drafter that needs no second model."""
+    return isinstance(draft, str) and (draft in NAMES or draft.startswith(PREFIX))
+
+
 def make_drafter(draft: Any, target: Model) -> Drafter:
-    """``None``, ``"suffix"``, a drafter, a model of the target's tokenizer, or a list of these: a cascade.
+    """``None``, ``"suffix"``, ``"early-exit:8"``, a drafter, a model, or a list of these: a cascade.
+
+    A model may have another tokenizer than the target.
 
     Raises:
         InputError: anything else.
@@ -39,8 +52,8 @@ def make_drafter(draft: Any, target: Model) -> Drafter:
         return NoDrafter()
     if isinstance(draft, list | tuple) and draft:
         return CascadeDrafter([_member(one, target) for one in draft])
-    if isinstance(draft, str) and draft in NAMES:
-        return SuffixDrafter()
+    if isinstance(draft, str) and is_name(draft):
+        return SuffixDrafter() if draft in NAMES else early_exit(draft, target)
     made = not isinstance(draft, type)
     if made and hasattr(draft, "start"):
         if isinstance(draft, SuffixDrafter) and draft.store is not None:
@@ -48,7 +61,10 @@ def make_drafter(draft: Any, target: Model) -> Drafter:
         drafter: Drafter = draft
         return drafter
     if made and hasattr(draft, "forward") and hasattr(draft, "new_cache"):
-        return ModelDrafter(for_drafting(draft), target.vocab_size)
+        model = for_drafting(draft)
+        if have_same_tokenizer(target, draft):
+            return ModelDrafter(model, target.vocab_size)
+        return VocabularyDrafter(model, target)
     kind = type(draft).__name__ if made else f"class {draft.__name__}"
     raise InputError(
         f"draft_model= is a {kind}, which is not a drafter; use a model, a path, 'suffix', None, an object with "

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from slipstream.drafters.base import Drafter
 from slipstream.errors import InputError
+from slipstream.models.base import Cache
 from slipstream.sampling import Sampler
 from slipstream.types import Draft, DraftEnd
 
@@ -79,6 +80,12 @@ class CascadeSession:
             # Who stopped by itself is asked again once another one has found the next token.
             member = 0 if piece.tokens and member > 0 else member + 1
         return joined(pieces)
+
+    def share(self, cache: Cache) -> None:
+        """``cache`` is the target's cache of this request."""
+        for session in self._sessions:
+            if hasattr(session, "share"):
+                session.share(cache)
 
     def close(self, tokens: Sequence[int]) -> None:
         """The request is over, with ``tokens`` (prompt + output)."""

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from slipstream.drafters.base import DraftSession
 from slipstream.errors import ModelError
 from slipstream.models.base import Model, feed
 from slipstream.sampling import Sampler
-from slipstream.types import Draft
+from slipstream.types import Draft, DraftEnd
 
 #: A sample to try cheaper arithmetic on, and how much of the distributions must agree for it to be worth its errors.
 _SAMPLE = (
@@ -41,11 +44,35 @@ def for_drafting(model: Model) -> Model:
     return view if overlap >= _ENOUGH_OVERLAP else model
 
 
+class OutputMap:
+    """Where each row of a draft model's output layer goes among the target's ids; ids without a row get -inf.
+
+    Args:
+        ids: (R,) the target's id of each row, -1 for none.
+        size: V of the target; rows of ids from there on go nowhere.
+    """
+
+    def __init__(self, ids: Tensor, size: int) -> None:
+        self._rows = ((ids >= 0) & (ids < size)).nonzero().squeeze(1)
+        self._ids = ids[self._rows]
+        self._size = size
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        """(n, R) -> (n, V)."""
+        mapped = logits.new_full((len(logits), self._size), -math.inf)
+        mapped[:, self._ids] = logits[:, self._rows]
+        return mapped
+
+    def mass(self, logits: Tensor) -> float:
+        """The probability, under one row of logits (1, R), of the rows that go somewhere."""
+        return float(torch.softmax(logits[0].float(), dim=-1)[self._rows].sum())
+
+
 class ModelDrafter:
     """Drafts with ``model``, whose ids mean the same as the target's as far as both have them.
 
     Args:
-        model: the draft model.
+        model: the draft model. If its output layer covers only some ids (``output_ids``), the others have q = 0.
         target_vocab_size: V of the target. Ids that only one of the two has are padding: the draft never proposes
             them (q = 0), so the output stays exact.
     """
@@ -55,17 +82,29 @@ class ModelDrafter:
         self.model = model
         self.target_vocab_size = target_vocab_size
 
-    def start(self, sampler: Sampler) -> ModelSession:
+    def start(self, sampler: Sampler) -> DraftSession:
         """Begin one request."""
         return ModelSession(self, sampler)
 
+    def output_map(self) -> OutputMap | None:
+        """Where the model's logits go among the target's ids; None if each goes to its own number."""
+        ids: Tensor | None = getattr(self.model, "output_ids", None)
+        return None if ids is None else OutputMap(ids.to(self.model.device), self.target_vocab_size)
 
-class ModelSession:
-    """A cache of the draft model and the tokens that are in it."""
+
+class DrawingSession:
+    """A cache of the draft model and the tokens that are in it.
+
+    ``gate``, if set, is asked before each further token with the number drafted so far and the confidence of the next;
+    False ends the draft there.
+    """
+
+    gate: Callable[[int, float], bool] | None = None
 
     def __init__(self, drafter: ModelDrafter, sampler: Sampler) -> None:
         self._model = drafter.model
         self._vocab = drafter.target_vocab_size
+        self._map = drafter.output_map()
         self._sampler = sampler
         self._cache = drafter.model.new_cache()
         self._fed: list[int] = []
@@ -74,52 +113,102 @@ class ModelSession:
 
     def draft(self, tokens: Sequence[int], k: int) -> Draft:
         """Draw up to ``k`` tokens, fewer at the draft model's context limit, none after it produced NaN."""
-        return self.draft_after(tokens, (), k)
+        return self._drafted(tokens, (), k)
 
-    def draft_after(self, tokens: Sequence[int], given: Sequence[int], k: int) -> Draft:
-        """The same behind ``given`` tokens of other drafters, which may yet be rejected."""
-        length = len(tokens) + len(given)
-        if self._model.max_positions is not None:
-            k = min(k, self._model.max_positions - length + 1)
-        if self._suspended or k <= 0:
-            return Draft()
+    def _drafted(self, tokens: Sequence[int], given: Sequence[int], k: int) -> Draft:
+        """Up to ``k`` tokens behind ``tokens`` and ``given`` ones, which may yet be rejected."""
         context = [*tokens, *given]
-        self._roll_back(context, len(tokens))
-        drafted: list[int] = []
-        rows: list[Tensor] = []
+        own = self._own_ids(context, len(tokens))
+        if self._model.max_positions is not None:
+            k = min(k, self._model.max_positions - len(own) + 1)
+        if self._suspended or k <= 0 or not own:
+            return Draft()
+        self._roll_back(own)
+        drawn = _Drawn()
+        ended: DraftEnd = "limit"
         try:
-            while len(drafted) < k:
-                q = self._next(context, drafted)
-                drafted.append(self._sampler.draw(q, length + len(drafted)))
-                rows.append(q)
-                if drafted[-1] in self._sampler.stop_ids:
-                    break  # nothing is ever kept after it
+            ended = self._draw(context, own, k, drawn)
         except ModelError as error:
             self._suspended = True
             warnings.warn(f"drafting with {self._model.name} is suspended for this request: {error}", stacklevel=2)
-        if self._sampler.greedy or not drafted:
-            return Draft(tuple(drafted))
-        return Draft(tuple(drafted), torch.stack(rows))
+        probs = torch.stack(drawn.rows) if drawn.rows and not self._sampler.greedy else None
+        return Draft(tuple(drawn.tokens), probs, ended, confidence=tuple(drawn.confidence))
 
-    def _roll_back(self, context: Sequence[int], committed: int) -> None:
-        """Keep what agrees with ``context``, of which ``committed`` tokens stay; the last is left to be fed."""
-        agree = min(self._committed, len(context) - 1)
-        limit = min(len(self._fed), len(context) - 1)
-        while agree < limit and self._fed[agree] == context[agree]:
+    def _draw(self, tokens: Sequence[int], own: Sequence[int], k: int, drawn: _Drawn) -> DraftEnd:
+        """Add up to ``k`` tokens to ``drawn``; why there are no more."""
+        while len(drawn.tokens) < k:
+            after = [*own, *map(self._own_id, drawn.tokens)]
+            logits = self._target_logits(self._read(after))
+            q = None if logits is None else self._probs(logits, [*tokens, *drawn.tokens])
+            if logits is None or q is None:
+                return "vocabulary"
+            confidence = float(torch.softmax(logits[0], dim=-1).max() if self._sampler.greedy else q.max())
+            if self.gate is not None and not self.gate(len(drawn.tokens), confidence):
+                return "controller"
+            token = self._sampler.draw(q, len(tokens) + len(drawn.tokens))
+            drawn.tokens.append(token)
+            drawn.rows.append(q)
+            drawn.confidence.append(confidence)
+            if token in self._sampler.stop_ids:
+                break  # nothing is ever kept after it
+        return "limit"
+
+    def _own_ids(self, tokens: Sequence[int], committed: int) -> Sequence[int]:
+        """The draft model's ids of the target's ``tokens``, of which ``committed`` stay; sets ``_agreed``."""
+        self._agreed = min(self._committed, len(tokens))
+        self._committed = committed
+        return tokens
+
+    def _own_id(self, token: int) -> int:
+        """The draft model's id of a token that it drafted."""
+        return token
+
+    def _target_logits(self, logits: Tensor) -> Tensor | None:
+        """Logits (1, V) over the target's ids; None if the draft's next token is hardly one of them."""
+        return _over_target_ids(logits, self._vocab) if self._map is None else self._map(logits)
+
+    def _probs(self, logits: Tensor, tokens: Sequence[int]) -> Tensor | None:
+        """q (V,) after ``tokens``; None if the request forbids every id that the draft could propose."""
+        try:
+            return self._sampler.probs(logits, tokens)[0]
+        except ModelError:
+            if self._map is None or not bool(logits.amax().isfinite()):
+                raise
+            return None
+
+    def _roll_back(self, own: Sequence[int]) -> None:
+        """Keep what agrees with ``own``; at least the last of them is left to be fed."""
+        limit = min(len(self._fed), len(own) - 1)
+        agree = min(self._agreed, limit)
+        while agree < limit and self._fed[agree] == own[agree]:
             agree += 1
         del self._fed[agree:]
         self._cache.truncate(agree)
-        self._committed = committed
 
-    def _next(self, tokens: Sequence[int], drafted: Sequence[int]) -> Tensor:
-        """q (V,) of the position after ``tokens + drafted``, over the target's ids."""
-        extended = [*tokens, *drafted]
-        new = extended[len(self._fed) :]
+    def _read(self, ids: Sequence[int]) -> Tensor:
+        """Feed what of ``ids`` has not been fed yet; logits (1, R) of the position after them."""
+        new = ids[len(self._fed) :]
         self._fed.extend(new)
         # The target may emit an id that is padding in its vocabulary and has no row in the draft's embedding.
         known = [min(t, self._model.embedding_size - 1) for t in new]
-        logits = feed(self._model, known, self._cache, 1)
-        return self._sampler.probs(_over_target_ids(logits, self._vocab), extended)[0]
+        return feed(self._model, known, self._cache, 1)
+
+
+@dataclass
+class _Drawn:
+    """A draft in the making."""
+
+    tokens: list[int] = field(default_factory=list)
+    rows: list[Tensor] = field(default_factory=list)
+    confidence: list[float] = field(default_factory=list)
+
+
+class ModelSession(DrawingSession):
+    """Drafts in ids that draft and target share, so it can go on from others' tokens."""
+
+    def draft_after(self, tokens: Sequence[int], given: Sequence[int], k: int) -> Draft:
+        """``draft`` behind ``given`` tokens of other drafters, which may yet be rejected."""
+        return self._drafted(tokens, given, k)
 
 
 def _over_target_ids(logits: Tensor, vocab: int) -> Tensor:

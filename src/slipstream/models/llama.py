@@ -26,6 +26,7 @@ from slipstream.models.cache import Ahead, KeyValueCache
 from slipstream.models.linear import Linear, activation_dtype, embedding_dtype, make_linear, stored_bytes
 from slipstream.models.native.panels import PanelLinear
 from slipstream.models.native.stack import Rows, Stack
+from slipstream.models.reduced import read_output_ids
 
 #: (name in the Hugging Face layout) -> tensor; raises KeyError if there is none.
 Tensors = Callable[[str], Tensor]
@@ -321,6 +322,8 @@ class LlamaModel:
             self._table = embedding.to(embedding_dtype(self.weights))
         self.embedding_size = len(embedding)
         self.vocab_size = len(head)
+        self.output_ids = read_output_ids(self.name, config, tensor, (self.vocab_size, self.embedding_size))
+        """The id of each row of the output layer, (V,); None if row and id are one."""
 
     def _native_stack(self) -> Stack | None:
         """All of the decoder for one native call, if its products are native."""

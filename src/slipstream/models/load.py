@@ -261,6 +261,7 @@ class _Folder:
         ours = unsupported(settings) is None
         if ours and shapes is not None:
             _check_shapes(self.path, settings, shapes)
+            _check_output_ids(self.path, settings, shapes, files)
         if tokenizer is None:
             tokenizer = self._tokenizer()
         if not ours:
@@ -461,6 +462,14 @@ def _safetensors_shapes(file: Path) -> dict[str, Shape]:
 def _check_shapes(path: Path, config: Mapping[str, Any], shapes: Mapping[str, Shape]) -> None:
     if misfit := first_misfit(config, shapes):
         raise InputError(f"{path} {misfit}: download the model again")
+
+
+def _check_output_ids(path: Path, config: Mapping[str, Any], shapes: Mapping[str, Shape], files: list[Path]) -> None:
+    from slipstream.models.reduced import read_output_ids
+
+    size = shapes["model.embed_tokens.weight"][0]
+    rows = size if config.get("tie_word_embeddings") else shapes["lm_head.weight"][0]
+    read_output_ids(str(path), config, _tensors(files), (rows, size))
 
 
 def _tensors(files: list[Path]) -> Callable[[str], Tensor]:

@@ -1,0 +1,139 @@
+"""The target's first layers as its drafter."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from scipy.stats import chisquare
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+from slipstream import InputError, SpeculativeDecoding
+from slipstream.models.llama import LlamaModel
+from test_llama import TOKENS, ours, theirs
+
+PROMPT = [5, 6, 7]
+
+
+def target(vocab: int = 40, weights: str = "fp32") -> LlamaModel:
+    """Five layers of which the last three change little, so that two of them draft well but not perfectly."""
+    sizes: dict[str, Any] = {"vocab_size": vocab, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 5}
+    config = LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, initializer_range=0.3)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(2)
+        reference = LlamaForCausalLM(config)
+    with torch.no_grad():
+        for layer in reference.model.layers[2:]:
+            layer.self_attn.o_proj.weight *= 0.3
+            layer.mlp.down_proj.weight *= 0.3
+    return ours(reference, weights)
+
+
+@pytest.mark.parametrize("weights", ["fp64", "fp32", "fp16", "int8"])
+@pytest.mark.parametrize("k", [1, 3, 8])
+def test_greedy_answers_are_those_of_plain_decoding(weights: str, k: int, kernels: str) -> None:
+    model = target(weights=weights)
+    settings = {"max_new_tokens": 50, "ignore_eos": True}
+    plain = SpeculativeDecoding(model).complete([PROMPT], **settings)[0]
+    fast = SpeculativeDecoding(model, "early-exit:2", k=k).complete([PROMPT], **settings)[0]
+    assert fast.tokens == plain.tokens
+    assert 0 < fast.stats.accepted < fast.stats.drafted
+
+
+def test_sampled_answers_follow_the_target(kernels: str) -> None:
+    model = target(vocab=4)
+    prompt, samples = [1, 2, 3], 1500
+    speculative = SpeculativeDecoding(model, "early-exit:2", k=3, temperature=1.0, ignore_eos=True, max_new_tokens=2)
+    outputs = [speculative.complete([prompt], seed=seed)[0] for seed in range(samples)]
+    counts = Counter(output.tokens for output in outputs)
+    expected = {}
+    for pair in itertools.product(range(4), repeat=2):
+        first = model.forward(prompt, model.new_cache(), 1)[0].double().softmax(-1)
+        second = model.forward([*prompt, pair[0]], model.new_cache(), 1)[0].double().softmax(-1)
+        expected[pair] = samples * float(first[pair[0]] * second[pair[1]])
+    likely = {pair: e for pair, e in expected.items() if e >= 5}
+    observed, wanted = [counts[p] for p in likely], list(likely.values())
+    rest = samples - sum(wanted)
+    if rest > 1e-6:
+        observed, wanted = [*observed, samples - sum(observed)], [*wanted, rest]
+    assert chisquare(observed, wanted).pvalue > 1e-3
+
+
+def test_the_verification_goes_on_from_the_drafts_states(monkeypatch: pytest.MonkeyPatch, kernels: str) -> None:
+    model = target()
+    runs: list[tuple[int, int, int]] = []
+    run = LlamaModel._run
+
+    def recorded(self: LlamaModel, x: Any, span: Any, num_logits: int) -> Any:
+        runs.append((len(x), span.first, span.last))
+        return run(self, x, span, num_logits)
+
+    monkeypatch.setattr(LlamaModel, "_run", recorded)
+    cache = model.new_cache()
+    model.forward(PROMPT, cache, 1)
+    for token in (8, 9):
+        model.exit_early([token], cache, 2)
+    model.forward([8, 9, 10], cache, 3)
+    assert runs == [(3, 0, 5), (1, 0, 2), (1, 0, 2), (1, 0, 2), (3, 2, 5)]
+
+
+@pytest.mark.parametrize("then", [[8, 9, 10], [8, 9], [8, 30, 31], [30], [30, 31, 32, 33]])
+def test_what_was_drafted_changes_no_logit(then: list[int], kernels: str) -> None:
+    """Whether the tokens fed are those that were drafted, some of them, or others."""
+    model = ours(theirs("qwen3, window"))
+    plain, drafted = model.new_cache(), model.new_cache()
+    for cache in (plain, drafted):
+        model.forward(TOKENS[:20], cache, 1)
+    for token in (8, 9):
+        model.exit_early([token], drafted, 1)
+    expected, got = model.forward(then, plain, len(then)), model.forward(then, drafted, len(then))
+    assert torch.allclose(got, expected, rtol=0, atol=0 if kernels == "native" else 1e-5)
+    more = [cache.length for cache in (plain, drafted)]
+    assert more == [20 + len(then)] * 2
+    assert torch.allclose(model.forward([1], drafted, 1), model.forward([1], plain, 1), atol=1e-5)
+
+
+def test_a_cache_that_is_cut_forgets_what_was_drafted() -> None:
+    model = target()
+    cache = model.new_cache()
+    model.forward(PROMPT, cache, 1)
+    model.exit_early([8], cache, 2)
+    cache.truncate(2)
+    assert cache.ahead is None
+    expected = model.forward([5, 6, 8], model.new_cache(), 1)
+    assert torch.allclose(model.forward([8], cache, 1), expected, atol=1e-5)
+
+
+def test_a_cache_that_grows_keeps_what_was_drafted() -> None:
+    model = ours(theirs("llama 2"))
+    tokens = [token % 80 for token in range(300)]
+    plain, drafted = model.new_cache(), model.new_cache()
+    for cache in (plain, drafted):
+        model.forward(tokens[:255], cache, 1)
+    for token in tokens[255:258]:
+        model.exit_early([token], drafted, 2)
+    expected, got = (model.forward(tokens[255:259], cache, 4) for cache in (plain, drafted))
+    assert torch.allclose(got, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("early-exit:0", "early-exit:0 does not fit tiny: of its 5 layers use 1 to 4"),
+        ("early-exit:5", "early-exit:5 does not fit tiny: of its 5 layers use 1 to 4"),
+        ("early-exit:", "'early-exit:' names no number of layers; write for example early-exit:8"),
+        ("early-exit:two", "'early-exit:two' names no number of layers"),
+    ],
+)
+def test_numbers_of_layers_that_do_not_fit(name: str, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        SpeculativeDecoding(target(), name)
+
+
+def test_a_model_behind_the_adapter_cannot_exit_early() -> None:
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=50, n_positions=32, n_embd=8, n_layer=3, n_head=2))
+    with pytest.raises(InputError, match="needs the lean decoder"):
+        SpeculativeDecoding(model, "early-exit:1")
