@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import Regex, pre_tokenizers
 
 from fakes import (
     INF,
@@ -196,6 +197,30 @@ def test_reading_piece_by_piece_is_reading_at_once(target: str, draft: str) -> N
     rnd = random.Random(f"{target} {draft}")
     for _ in range(3):
         assert_read_as_at_once(pair(target, draft), random_text(rnd), rnd)
+
+
+def test_reading_where_no_word_begins() -> None:
+    """Digits in groups of three from the left, tokens inside them: encoding from inside one regroups the rest."""
+    numbers = [f"{n:02}" for n in range(0, 100, 3)]
+    grouped = of_tokens([*"0123456789", *numbers], [" ".join(n) for n in numbers])
+    grouped.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(r"\d{1,3}"), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    pairing, rnd = pair_vocabularies(named(of_tokens([*"0123456789"])), named(grouped)), random.Random(1)
+    for _ in range(5):
+        assert_read_as_at_once(pairing, "".join(rnd.choices("0123456789", k=120)), rnd)
+
+
+def test_spelling_goes_on_inside_a_character() -> None:
+    spelling = Spelling(gpt2_like(), "toy")
+    before = [*spelling.encode("a 你").ids[:-2]]
+    assert spelling.bytes_of(before[-1]) == b"\xe4"
+    spelled = module._Border(spelling, before).spell(b"\xbd\xa0 the\xe4")
+    assert b"".join(map(spelling.bytes_of, spelled)) == b"\xbd\xa0 the"
+    assert module._Border(spelling, spelling.encode("wo").ids).spell(b"r the") == spelling.encode("r the").ids
 
 
 def test_reading_costs_the_same_in_a_long_text(monkeypatch: pytest.MonkeyPatch) -> None:

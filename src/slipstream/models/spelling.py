@@ -21,10 +21,13 @@ _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>\Z")
 
 @dataclass(frozen=True)
 class Encoded:
-    """Ids of a text, and the characters that each stands for; ids that share a character share its place."""
+    """Ids of a text, and of each the first character, the one after its last, and the number of the word it is in.
+
+    Words are what the tokenizer splits a text into first. Ids that share a character have the same first one.
+    """
 
     ids: list[int]
-    places: list[tuple[int, int]]
+    places: list[tuple[int, int, int]]
 
 
 class Spelling:
@@ -142,14 +145,17 @@ class _Plain:
     def encode(self, text: str) -> Encoded:
         found = self._tokenizer.encode(text, add_special_tokens=False)
         ids = [self._own.get(i, i) for i in found.ids]
+        # an added token is a word of its own
+        words = [-n if word is None else word for n, word in enumerate(found.word_ids, start=1)]
+        places = [(a, b, word) for (a, b), word in zip(found.offsets, words, strict=True)]
         if self._forbidden.isdisjoint(ids):
-            return Encoded(ids, found.offsets)
-        start, end = next(place for i, place in zip(ids, found.offsets, strict=True) if i in self._forbidden)
+            return Encoded(ids, places)
+        start, end, _ = next(place for i, place in zip(ids, places, strict=True) if i in self._forbidden)
         if end - start < 2:
-            kept = [(i, place) for i, place in zip(ids, found.offsets, strict=True) if i not in self._forbidden]
+            kept = [(i, place) for i, place in zip(ids, places, strict=True) if i not in self._forbidden]
             return Encoded([i for i, _ in kept], [place for _, place in kept])
         head, tail = self.encode(text[: start + 1]), self.encode(text[start + 1 :])
-        shifted = [(a + start + 1, b + start + 1) for a, b in tail.places]
+        shifted = [(a + start + 1, b + start + 1, len(text) + word) for a, b, word in tail.places]
         return Encoded(head.ids + tail.ids, head.places + shifted)
 
 

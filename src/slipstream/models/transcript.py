@@ -68,7 +68,7 @@ class Transcript:
     def _open(self) -> None:
         """Begin a stretch of text behind a special token or at the start."""
         self._fixed = len(self.ids)
-        self._places: list[tuple[int, int]] = []
+        self._places: list[tuple[int, int, int]] = []
         self._begun = False
         self._text = ""
         self._base = 0
@@ -107,7 +107,8 @@ class Transcript:
             back *= 2
         self.stable = min(self.stable, self._fixed + start + same)
         self.ids[self._fixed + start :] = encoded.ids
-        self._places[start:] = [(a + begin, b + begin) for a, b in encoded.places]
+        words = self._places[start - 1][2] + 1 if start else 0
+        self._places[start:] = [(a + begin, b + begin, words + word) for a, b, word in encoded.places]
         self._keep_end_of(text)
 
     def _boundary(self, back: int) -> int:
@@ -116,7 +117,8 @@ class Transcript:
         if near <= 0:
             return 0
         choices = [i for i in range(near, max(near - _WORD, 0), -1) if self._places[i - 1][1] <= self._places[i][0]]
-        for good in (self._is_word, self._joins_nothing, bool):
+        poor = (self._joins_nothing, bool) if near > _WORD else ()
+        for good in (self._begins_word, *poor):
             if found := next((i for i in choices if good(i)), 0):
                 return found
         return 0
@@ -124,9 +126,8 @@ class Transcript:
     def _joins_nothing(self, index: int) -> bool:
         return not unicodedata.combining(self._text[self._places[index][0] - self._base])
 
-    def _is_word(self, index: int) -> bool:
-        at = self._places[index][0] - self._base
-        return self._text[at].isspace() and not self._text[at - 1].isspace()
+    def _begins_word(self, index: int) -> bool:
+        return self._places[index - 1][2] != self._places[index][2]
 
     def _keep_end_of(self, text: str) -> None:
         """Forget characters that will not be encoded again."""
