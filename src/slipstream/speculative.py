@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from slipstream.controller import Policy, make_policy
 from slipstream.decode import Decoder
 from slipstream.drafters import make_drafter
 from slipstream.errors import InputError
@@ -31,7 +32,8 @@ class SpeculativeDecoding:
     Args:
         target_model: what ``load_model`` returns, a transformers model as it is, or a path.
         draft_model: the same, or ``"ngram"``, a drafter object, or None for plain decoding.
-        k: number of draft tokens in a round; 0 decodes plainly.
+        k: number of draft tokens in a round: ``"adaptive"``, whatever yields the most tokens a second, 0 included;
+            ``"halving"``, 8 until the first rejection and 4 from then on; a number, 0 decodes plainly; or a policy.
         tokenizer: needed only where text goes in or out of a model that came without one.
         rejection_sampling: None samples if the temperature is above 0; False insists on greedy decoding.
         rule: accept rule, see ``slipstream.verify``.
@@ -47,7 +49,7 @@ class SpeculativeDecoding:
         self,
         target_model: Any,
         draft_model: Any = None,
-        k: int = 4,
+        k: int | str | Policy = "adaptive",
         *,
         tokenizer: Any | None = None,
         rejection_sampling: bool | None = None,
@@ -55,8 +57,7 @@ class SpeculativeDecoding:
         bit_exact: bool = False,
         **defaults: Any,
     ) -> None:
-        if type(k) is not int or k < 0:
-            raise InputError(f"k={k!r} is not a number of draft tokens; use 0 (plain decoding) or a positive integer")
+        self.policy = make_policy(k)
         if rejection_sampling is not None and type(rejection_sampling) is not bool:
             raise InputError(f"rejection_sampling={rejection_sampling!r} is not usable; use None, True or False")
         if tokenizer is not None and not (callable(tokenizer) and hasattr(tokenizer, "decode")):
@@ -199,7 +200,11 @@ class SpeculativeDecoding:
             max_tokens=limit - len(prompt),
             tokenizer=self.tokenizer,
         )
-        decoder = Decoder(self.target, self.drafter.start(sampler), sampler, self.k, limit, self.rule)
+        session = self.drafter.start(sampler)
+        # A controller that looks at clocks or at other requests would change which random numbers meet which token.
+        repeatable = params.seed is not None and params.temperature > 0 and not self.bit_exact
+        controller = self.policy.start(session, self.drafter.name, repeatable=repeatable, isolated=params.isolated)
+        decoder = Decoder(self.target, session, sampler, controller, limit, self.rule, self.drafter.name)
         return Stream(decoder, ending, prompt, index)
 
     @property

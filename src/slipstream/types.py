@@ -15,8 +15,8 @@ from torch import Tensor
 
 Origin = Literal["accepted", "corrected", "bonus"]
 FinishReason = Literal["stop", "length"]
-#: Why a draft has no further token: as many as were asked for (or as the context holds); the drafter was not sure enough
-#: of the next; going on would not have paid; nothing to copy from; the next token is not in the target's vocabulary.
+#: Why a draft has no further token: as many as were asked for (or as the context holds); the drafter was not sure
+#: enough of the next; going on would not have paid; nothing to copy from; the next token is not in the target's vocabulary.
 DraftEnd = Literal["limit", "confidence", "controller", "no match", "vocabulary"]
 #: ``(token ids so far, logits row of shape (V,)) -> logits row of shape (V,)``. Must be a pure function of its
 #: arguments: it is called once for each position that is drafted or verified, also for rejected ones.
@@ -68,6 +68,8 @@ class SamplingParams:
     """Return the log-probability of each token under the unprocessed target, and of the this many likeliest ones."""
     logits_processors: Sequence[LogitsProcessor] = ()
     """Further processors, applied in order."""
+    isolated: bool = False
+    """Learn nothing from other requests and leave nothing for them (how drafts fare, what passes cost)."""
 
     def __new__(cls, *args: object, **given: object) -> SamplingParams:
         """Remember which fields were given, so that the others can be filled from somebody else's defaults."""
@@ -104,7 +106,7 @@ class Draft:
     sources: tuple[str, ...] = ()
     """The drafter of each token, (k,); empty if all are of the drafter that was asked."""
     confidence: tuple[float, ...] = ()
-    """How sure the drafter was of each token, in [0, 1], (k,), known before the token was drawn; empty if it cannot say."""
+    """How sure the drafter was of each token, in [0, 1], (k,), before it was drawn; empty if it cannot say."""
 
 
 @dataclass(frozen=True)
@@ -137,6 +139,12 @@ class Round:
     verify_seconds: float
     total_seconds: float
     logprobs: tuple[TokenLogprob, ...] | None = None
+    k: int = 0
+    """The most draft tokens that the drafter was asked for; 0 if it was not asked."""
+    ended: DraftEnd | None = None
+    """Why the draft is no longer; None if none was asked for."""
+    sources: tuple[str, ...] = ()
+    """The drafter of each draft token, (num_drafted,)."""
 
     @property
     def origins(self) -> tuple[Origin, ...]:
@@ -158,6 +166,14 @@ class Stats:
     accepted: int = 0
     drafted_per_position: tuple[int, ...] = ()
     accepted_per_position: tuple[int, ...] = ()
+    rounds_by_k: Mapping[int, int] = field(default_factory=dict)
+    """Rounds after the first one, by the number of tokens that were drafted."""
+    rounds_by_end: Mapping[str, int] = field(default_factory=dict)
+    """Rounds in which a draft was asked for, by why it was no longer."""
+    drafted_by: Mapping[str, int] = field(default_factory=dict)
+    """Draft tokens by their drafter."""
+    accepted_by: Mapping[str, int] = field(default_factory=dict)
+    """Accepted ones by their drafter."""
     prefill_seconds: float = 0.0
     """Reading the prompt; it yields the first token."""
     draft_seconds: float = 0.0
@@ -175,6 +191,12 @@ class Stats:
     def mean_accepted_length(self) -> float:
         """Tokens emitted a round, the corrected or bonus token included; 0 if there was no round."""
         return self.emitted / self.rounds if self.rounds else 0.0
+
+    @property
+    def mean_k(self) -> float:
+        """Draft tokens a round after the first; 0 if there is none."""
+        rounds = sum(self.rounds_by_k.values())
+        return sum(k * n for k, n in self.rounds_by_k.items()) / rounds if rounds else 0.0
 
     @property
     def tokens_per_second(self) -> float:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 
-from slipstream.cli.options import sampling_params
+from slipstream.cli.options import POLICIES, sampling_params
 from slipstream.cli.run import INTERRUPTED
 from slipstream.cli.screen import console, is_terminal, note, wants_colour
 from slipstream.errors import InputError
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from slipstream.models.load import Checkpoint
     from slipstream.speculative import SpeculativeDecoding
     from slipstream.types import SamplingParams
+
+    Settings = dict[tuple[str, int | str], SpeculativeDecoding]
 
 _WITHOUT_MODEL = ("ngram",)
 _TAKEN = ("target", "plain", *_WITHOUT_MODEL)
@@ -73,7 +75,7 @@ class BenchTask:
 class Plan:
     """A task whose words have been understood."""
 
-    ks: tuple[int, ...]
+    ks: tuple[int | str, ...]
     params: SamplingParams
     prompts: tuple[BenchPrompt, ...]
     peers: tuple[Peer, ...]
@@ -134,11 +136,12 @@ def check(task: BenchTask) -> Plan:
     return Plan(ks, params, tuple(prompts), tuple(peers), tuple(servers))
 
 
-def _parse_ks(text: str) -> tuple[int, ...]:
-    words = [word.strip() for word in text.split(",")]
-    if not all(word.isdecimal() and int(word) > 0 for word in words):
-        raise InputError(f"-k {text!r} is no list of numbers of draft tokens; write for example -k 1,2,4,8")
-    return tuple(sorted({int(word) for word in words}))
+def _parse_ks(text: str) -> tuple[int | str, ...]:
+    words = {word.strip() for word in text.split(",")}
+    numbers = {word for word in words if word.isdecimal() and int(word) > 0}
+    if words - numbers - {*POLICIES}:
+        raise InputError(f"-k {text!r} is no list of numbers of draft tokens; write for example -k 1,2,4,8,adaptive")
+    return (*sorted({int(word) for word in numbers}), *(name for name in POLICIES if name in words))
 
 
 def _check_numbers(task: BenchTask) -> None:
@@ -246,7 +249,7 @@ def _hf_keys(task: BenchTask, peer: HFPeer) -> list[str]:
     return [f"{model} in {peer.dtype}" for model in (task.model, *drafts)]
 
 
-def _settings(task: BenchTask, plan: Plan, loaded: dict[str, Model]) -> dict[tuple[str, int], SpeculativeDecoding]:
+def _settings(task: BenchTask, plan: Plan, loaded: dict[str, Model]) -> Settings:
     """Every draft, by what reports call it, with every k."""
     from slipstream.speculative import SpeculativeDecoding
 
@@ -256,16 +259,15 @@ def _settings(task: BenchTask, plan: Plan, loaded: dict[str, Model]) -> dict[tup
     return {(label, k): SpeculativeDecoding(target, draft, k) for label, draft in named for k in plan.ks}
 
 
-def _own(
-    plain: SpeculativeDecoding, settings: dict[tuple[str, int], SpeculativeDecoding], weights: _Weights
-) -> list[Contender]:
+def _own(plain: SpeculativeDecoding, settings: Settings, weights: _Weights) -> list[Contender]:
     """Plain decoding, and all ``settings``."""
     from slipstream.measure.bench import Own
     from slipstream.measure.runs import PLAIN
 
     found: list[Contender] = [Own(plain, PLAIN, spare_bytes=weights.spare("target"))]
     for (label, k), spec in settings.items():
-        found.append(Own(spec, f"{label} k={k}", draft=label, spare_bytes=weights.spare("target", label)))
+        name = f"{label} {k}" if isinstance(k, str) else f"{label} k={k}"
+        found.append(Own(spec, name, draft=label, spare_bytes=weights.spare("target", label)))
     return found
 
 

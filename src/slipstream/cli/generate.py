@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from slipstream.cli.options import model_options, output_options, sampling_options, sampling_params
+from slipstream.cli.options import DraftLength, model_options, output_options, sampling_options, sampling_params
 from slipstream.cli.prompt import Prompt, read_prompt
 from slipstream.cli.screen import note
 
@@ -20,11 +20,14 @@ The answer goes to stdout, figures go to stderr. On a terminal each token is col
 """
 
 
+_K = "Draft tokens in a round: adaptive (default: whatever is fastest), halving, or a number."
+
+
 @click.command("generate", epilog=_EXAMPLES)
 @click.argument("model")
 @click.argument("source", required=False, metavar="[-]")
 @click.option("--draft", default="ngram", metavar="DRAFT", help="A model, ngram (default: copies from the text), none.")
-@click.option("-k", "k", type=int, default=4, metavar="K", help="Draft tokens in a round (default: 4).")
+@click.option("-k", "k", type=DraftLength(), default="adaptive", metavar="K", help=_K)
 @click.option("--prompt", "-p", metavar="TEXT", help="The prompt.")
 @click.option("--prompt-file", "-f", metavar="FILE", help="Read the prompt from FILE; - is stdin.")
 @click.option("--chat", is_flag=True, help="The prompt is a message: apply the model's chat template.")
@@ -33,6 +36,7 @@ The answer goes to stdout, figures go to stderr. On a terminal each token is col
 @click.option("--compare", is_flag=True, help="Answer plainly too, first, and compare speed and answers.")
 @model_options
 @output_options
+@click.option("--plot", metavar="FILE", help="Draw k and acceptance over the answer, as .png or .svg.")
 def command(**options: Any) -> int:
     """Answer a prompt with MODEL, sooner, by verifying the guesses of a draft.
 

@@ -5,8 +5,8 @@ A third party adds one by writing these two small classes; nothing else in Slips
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Protocol, runtime_checkable
 
 from slipstream.sampling import Sampler
 from slipstream.types import Draft
@@ -23,6 +23,27 @@ class DraftSession(Protocol):
         always a correct answer. ``Draft.probs`` must be the very distributions that the tokens were drawn from.
         """
         ...
+
+
+#: ``(tokens drafted so far in this round, confidence) -> go on?``, see ``GatedSession``.
+Gate = Callable[[int, float], bool]
+
+
+@runtime_checkable
+class GatedSession(Protocol):
+    """A session that draws one token after the other and lets itself be stopped.
+
+    ``gate`` is set from outside; while it is None nothing is asked. Before each further token the session asks it with the
+    number of tokens drafted so far in this round and its confidence: how sure it is of the next token, in [0, 1], a function
+    of the distribution that the token will be drawn from, known before it is drawn. False ends the draft there with
+    ``Draft.ended = "controller"``. A token that is drawn is never dropped: that would bias answers towards what is
+    kept.
+
+    Where another pass is needed to know that distribution, the session first asks with NaN for the confidence: is such
+    a pass worth its time?
+    """
+
+    gate: Gate | None
 
 
 class Drafter(Protocol):

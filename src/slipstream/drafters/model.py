@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from math import nan
 
 import torch
 from torch import Tensor
 
+from slipstream.drafters.base import Gate
 from slipstream.errors import ModelError
 from slipstream.models.base import Model, feed
 from slipstream.sampling import Sampler
-from slipstream.types import Draft
+from slipstream.types import Draft, DraftEnd
 
 #: A sample to try cheaper arithmetic on, and how much of the distributions must agree for it to be worth its errors.
 _SAMPLE = (
@@ -69,6 +71,7 @@ class ModelSession:
         self._fed: list[int] = []
         self._committed = 0
         self._suspended = False
+        self.gate: Gate | None = None
 
     def draft(self, tokens: Sequence[int], k: int) -> Draft:
         """Draw up to ``k`` tokens, fewer at the draft model's context limit, none after it produced NaN."""
@@ -79,19 +82,30 @@ class ModelSession:
         self._roll_back(tokens)
         drafted: list[int] = []
         rows: list[Tensor] = []
+        sure: list[float] = []
+        ended: DraftEnd = "limit"
         try:
             while len(drafted) < k:
-                q = self._next(tokens, drafted)
+                if self._stops(len(drafted), nan):
+                    ended = "controller"
+                    break
+                q, confidence = self._next(tokens, drafted)
+                if self._stops(len(drafted), confidence):
+                    ended = "controller"
+                    break
                 drafted.append(self._sampler.draw(q, len(tokens) + len(drafted)))
                 rows.append(q)
+                sure.append(confidence)
                 if drafted[-1] in self._sampler.stop_ids:
                     break  # nothing is ever kept after it
         except ModelError as error:
             self._suspended = True
             warnings.warn(f"drafting with {self._model.name} is suspended for this request: {error}", stacklevel=2)
-        if self._sampler.greedy or not drafted:
-            return Draft(tuple(drafted))
-        return Draft(tuple(drafted), torch.stack(rows))
+        probs = torch.stack(rows) if rows and not self._sampler.greedy else None
+        return Draft(tuple(drafted), probs, ended, confidence=tuple(sure) if self.gate is not None else ())
+
+    def _stops(self, drafted: int, confidence: float) -> bool:
+        return self.gate is not None and not self.gate(drafted, confidence)
 
     def _roll_back(self, tokens: Sequence[int]) -> None:
         """Keep what agrees with ``tokens``; at least the last of them is left to be fed."""
@@ -103,15 +117,19 @@ class ModelSession:
         self._cache.truncate(agree)
         self._committed = len(tokens)
 
-    def _next(self, tokens: Sequence[int], drafted: Sequence[int]) -> Tensor:
-        """q (V,) of the position after ``tokens + drafted``, over the target's ids."""
+    def _next(self, tokens: Sequence[int], drafted: Sequence[int]) -> tuple[Tensor, float]:
+        """q (V,) of the position after ``tokens + drafted``, over the target's ids, and the confidence in its token."""
         extended = [*tokens, *drafted]
         new = extended[len(self._fed) :]
         self._fed.extend(new)
         # The target may emit an id that is padding in its vocabulary and has no row in the draft's embedding.
         known = [min(t, self._model.embedding_size - 1) for t in new]
-        logits = feed(self._model, known, self._cache, 1)
-        return self._sampler.probs(_over_target_ids(logits, self._vocab), extended)[0]
+        logits = _over_target_ids(feed(self._model, known, self._cache, 1), self._vocab)
+        q = self._sampler.probs(logits, extended)[0]
+        if self.gate is None:
+            return q, nan
+        # At temperature 0 every q is sure of itself, so ask the logits.
+        return q, float(logits[0].softmax(dim=-1).amax() if self._sampler.greedy else q.amax())
 
 
 def _over_target_ids(logits: Tensor, vocab: int) -> Tensor:
