@@ -226,7 +226,7 @@ class Knowledge:
         """v(n) in seconds at index n, the cost of drafts, and whether plain passes are to be measured (anew)."""
         with self._lock:
             costs = self._costs
-            unknown = not costs.fixed and (costs.plain_passes() < 2 or costs.since_plain() > _REFRESH)
+            unknown = not costs.fixed and (costs.since_plain() > (_REFRESH if costs.plain_passes() > 2 else _CONFIRM))
             return costs.verify(), costs.draft(), unknown
 
     def prior(self, drafter: str) -> Prior:
@@ -264,16 +264,16 @@ def _learn(acceptance: Acceptance, seen: Sequence[Seen]) -> None:
         if one.verified:
             acceptance.verified(one.position, one.confidence, one.value)
         else:
-            acceptance.expected(one.position, one.value)
+            acceptance.left_out(one.value)
     acceptance.end_round()
 
 
 _PRIOR_WEIGHT = 8.0
-#: Rounds after which a plain pass is measured again, lest k be chosen by a price of long ago.
-_REFRESH = 128
+#: Rounds after which a plain pass is measured again, at first and later, lest k be chosen by a price of long ago.
+_CONFIRM, _REFRESH = 32, 256
 #: Probing may take this share of a request's time, and a few plain passes more.
 _PROBE_SHARE, _PROBE_PASSES = 0.01, 3.0
-_FIRST_GAP, _LAST_GAP = 4, 64
+_FIRST_GAP, _LAST_GAP = 4, 16
 #: Rounds over which reading what a draft model missed is written off.
 _HORIZON = 24
 #: A drafter whose call costs less than this share of a plain pass is asked always.
@@ -369,13 +369,15 @@ class AdaptiveController:
         if outlook is None or drafted >= outlook.room:
             return False
         if self._probing:
+            self._passes += drafted == 0 and not isnan(confidence)
             return drafted == 0
         if isnan(confidence):
             return self._drafting and outlook.gain(drafted, self._reach, None) > 0
         self._passes += 1
         acceptance = self._of(self._drafter)
         rate = acceptance.given(confidence)
-        if outlook.gain(drafted, self._reach, rate) > 0 or acceptance.unsure(confidence):
+        due = drafted == 0 and self._resting >= self._gap
+        if outlook.gain(drafted, self._reach, rate) > 0 or acceptance.unsure(confidence) or due:
             self._reach *= rate
             return True
         self._left_out = rate
@@ -475,7 +477,8 @@ class AdaptiveController:
         seconds = outlook.verify[played.kept + 1] + (outlook.price(passes, missed) if draft else 0.0)
         self._elapsed += seconds
         if self._probing:
-            self._probe_seconds += max(0.0, seconds - len(played.tokens) * outlook.verify[1])
+            lost = seconds - len(played.tokens) * outlook.verify[1]
+            self._probe_seconds = max(self._probe_seconds + lost, -_PROBE_PASSES * outlook.verify[1])
 
     def _missed(self, length: int) -> int:
         """Tokens that a draft model would have to read before its first step, beyond the one or two of every round."""
@@ -510,18 +513,16 @@ class AdaptiveController:
         return found
 
     def _learn_to_probe(self, played: Played) -> None:
-        if not played.asked or (self._stepwise and not self._passes):
-            self._resting += 1
-        elif self._probing:
-            if not played.accepted:
-                self._gap = min(2 * self._gap, _LAST_GAP)
-                self._resting = 0
-        else:
-            self._resting = 0
-            if self._drafting and played.accepted:
-                self._gap = _FIRST_GAP
         if self._stepwise and played.draft.tokens and not self._passes:
             self._copies = True
+        if not played.kept:
+            self._resting += 1
+        elif played.accepted:
+            if self._drafting:
+                self._gap, self._resting = _FIRST_GAP, 0
+        else:
+            self._gap = min(2 * self._gap, _LAST_GAP) if self._probing or self._resting else self._gap
+            self._resting = 0
 
 
 def _source(draft: Draft, at: int, otherwise: str) -> str:

@@ -17,7 +17,7 @@ MOST = 32
 _ROW = 0.05
 _KEPT_SAMPLES = 15
 #: A row count that was seen once or twice, by chance in a bad moment, is believed for this many rounds.
-_FEW, _FEW_LAST = 3, 64
+_FEW, _FEW_LAST = 3, 256
 #: A draft that had to read more than this many tokens first tells of reading rather than of steps.
 _USUAL_READING = 3
 
@@ -55,8 +55,8 @@ class Costs:
         return len(self._passes.get(1, ()))
 
     def since_plain(self) -> int:
-        """Rounds since the latest pass over one token."""
-        return self._rounds - self._seen.get(1, 0)
+        """Rounds since the latest pass over one token; very many if there was none."""
+        return self._rounds - self._seen.get(1, -(10**6))
 
     def verified(self, rows: int, seconds: float) -> None:
         """A target pass over ``rows`` tokens took ``seconds``."""
@@ -112,16 +112,26 @@ def _monotone(points: Iterable[tuple[int, float, int]]) -> list[tuple[int, float
 
 
 def _interpolated(points: Sequence[tuple[int, float]], rows: int) -> float:
-    """Between measured points a straight line, outside of them the guessed shape."""
+    """Never dearer than a straight line between measured points, nor than the guessed shape from the lower one on.
+
+    Optimism costs one pass, which corrects it; a row count that looks dear would never be tried. Kernels' steps lie
+    anywhere between two points.
+    """
     if not points:
         return _guessed(rows)
     below = [(n, s) for n, s in points if n <= rows]
     above = [(n, s) for n, s in points if n >= rows]
-    if below and above:
-        (n, low), (m, high) = below[-1], above[0]
-        return low if m == n else low + (high - low) * (rows - n) / (m - n)
-    n, seconds = below[-1] if below else above[0]
-    return seconds * _guessed(rows) / _guessed(n)
+    if not below:
+        return above[0][1] * _guessed(rows) / _guessed(above[0][0])
+    n, low = below[-1]
+    guess = low * _guessed(rows) / _guessed(n)
+    if above:
+        m, high = above[0]
+        return low if m == n else min(guess, low + (high - low) * (rows - n) / (m - n))
+    first, least = points[0]
+    if n == first or rows > 2 * n:
+        return guess
+    return min(guess, low + (low - least) * (rows - n) / (n - first))
 
 
 def _line(points: Sequence[tuple[int, float]]) -> tuple[float, float] | None:
@@ -143,25 +153,31 @@ _POSITIONS = 12
 
 
 @dataclass
-class Rate:
-    """A share of successes that forgets: decayed counts."""
+class Mean:
+    """A mean that forgets: decayed counts."""
 
-    hits: float = 0.0
+    total: float = 0.0
     count: float = 0.0
 
     def add(self, value: float) -> None:
-        """One more observation, in [0, 1]."""
-        self.hits += value
+        """One more observation."""
+        self.total += value
         self.count += 1
 
     def decay(self, factor: float) -> None:
         """Count what there is for less."""
-        self.hits *= factor
+        self.total *= factor
         self.count *= factor
 
+    def move(self, value: float) -> None:
+        """An observation that is itself an estimate: it shifts the mean, but is no evidence."""
+        count = self.count
+        self.add(value)
+        self.decay(count / self.count)
+
     def toward(self, prior: float, weight: float) -> float:
-        """The share, with ``weight`` imagined observations of ``prior``."""
-        return (self.hits + weight * prior) / (self.count + weight)
+        """The mean, with ``weight`` imagined observations of ``prior``."""
+        return (self.total + weight * prior) / (self.count + weight)
 
 
 @dataclass(frozen=True)
@@ -171,7 +187,7 @@ class Prior:
     level: float = 0.7
     weight: float = 5.0
     positions: tuple[float, ...] = (0.0,) * _POSITIONS
-    bins: tuple[float, ...] | None = None
+    bins: tuple[float, ...] = tuple(0.3 * (centre - 0.7) for centre in _CENTRES)
 
 
 @dataclass(frozen=True)
@@ -182,84 +198,96 @@ class Memory:
     round: float
 
 
-OF_REQUEST = Memory(token=0.97, round=0.98)
+OF_REQUEST = Memory(token=0.99, round=0.995)
 OF_ALL = Memory(token=0.998, round=0.999)
+#: The latest dozen tokens; where they say something else than the longer memory, by this many deviations, the text has
+#: turned, and the longer memory starts again from them, as if it were so many tokens long.
+_LATEST = 0.92
+_TURNED = 2.8
+_AFRESH = 6.0
 
 
 class Acceptance:
-    """Conditional acceptance of one drafter's tokens, by position in a draft and by the drafter's confidence."""
+    """Conditional acceptance of one drafter's tokens: a level that follows the text, and slower deviations from it.
+
+    A deviation belongs to a position in a draft, or to the drafter's confidence; of both, only tokens that were really
+    verified tell.
+    """
 
     def __init__(self, prior: Prior, memory: Memory) -> None:
         self._prior = prior
         self._memory = memory
-        self._level = Rate(prior.level * prior.weight, prior.weight)
-        self._positions = [Rate() for _ in range(_POSITIONS)]
-        self._bins = [Rate() for _ in _CENTRES]
+        self._level = Mean(prior.level * prior.weight, prior.weight)
+        self._latest = Mean(prior.level * prior.weight, prior.weight)
+        self._positions = [Mean() for _ in range(_POSITIONS)]
+        self._bins = [Mean() for _ in _CENTRES]
 
     @property
     def level(self) -> float:
-        """Over all positions."""
+        """Over all tokens that were drafted or might have been."""
         return self._level.toward(0.5, 0.01)
 
     def verified(self, position: int, confidence: float | None, value: float) -> None:
         """The token at ``position`` (from 0), reached by accepted ones, was accepted (1) or not (0)."""
-        self.expected(position, value)
+        level = self.level
+        self._positions[min(position, _POSITIONS - 1)].add(value - level)
         if confidence is not None:
-            self._bins[_bin(confidence)].add(value)
-
-    def expected(self, position: int, value: float) -> None:
-        """The token that would have been at ``position`` would be accepted with this probability, as far as known."""
+            self._bins[_bin(confidence)].add(value - level)
         self._level.decay(self._memory.token)
         self._level.add(value)
-        self._positions[min(position, _POSITIONS - 1)].add(value)
+        self._latest.decay(_LATEST)
+        self._latest.add(value)
+        self._turn()
+
+    def left_out(self, value: float) -> None:
+        """A token that was reached and left out would have been accepted with this probability, as far as is known."""
+        self._level.move(value)
+
+    def _turn(self) -> None:
+        """Forget what was before, if the text has turned."""
+        level, latest = self.level, self._latest.toward(0.5, 0.01)
+        spread = max(level * (1 - level), 0.02) * (1 - _LATEST) / (1 + _LATEST)
+        if self._level.count > 2 * _AFRESH and abs(latest - level) > _TURNED * spread**0.5:
+            self._level = Mean(latest * _AFRESH, _AFRESH)
 
     def end_round(self) -> None:
         """A round has passed."""
-        for rate in (*self._positions, *self._bins):
-            rate.decay(self._memory.round)
+        for mean in (*self._positions, *self._bins):
+            mean.decay(self._memory.round)
 
     def rest(self) -> None:
         """A round has passed without a draft: what was known is worth less, so that news counts for more."""
-        if self._level.count > 4:
-            self._level.decay(0.98)
-        for rate in (*self._positions, *self._bins):
-            rate.decay(0.98)
+        for mean in (self._level, self._latest):
+            if mean.count > 4:
+                mean.decay(0.97)
 
     def positions(self, count: int) -> list[float]:
         """Acceptance at the first ``count`` positions, each given that the ones before were accepted."""
         level = self.level
-        known = [
-            rate.toward(_share(level + offset), 4.0)
-            for rate, offset in zip(self._positions, self._prior.positions, strict=True)
-        ]
+        known = [_share(level + offset) for offset in self._offsets(self._positions, self._prior.positions, 10.0)]
         return [known[min(j, _POSITIONS - 1)] for j in range(count)]
 
     def given(self, confidence: float) -> float:
         """Acceptance of a token of which the drafter is this sure."""
-        return self._bin_rate(_bin(confidence))
+        at = _bin(confidence)
+        return _share(self.level + self._bins[at].toward(self._prior.bins[at], 4.0))
 
     def unsure(self, confidence: float) -> bool:
         """Whether too little is known of tokens like this to leave them out."""
-        at = _bin(confidence)
-        return self._bins[at].count < (2 if self._prior.bins is None else 0.5)
+        return self._bins[_bin(confidence)].count < 1
 
     def summary(self, weight: float) -> Prior:
         """What a new request may start from."""
-        level = self.level
-        seen = self._level.count
         return Prior(
-            level=level,
+            level=self.level,
             weight=weight,
-            positions=tuple(r.toward(level, 8.0) - level for r in self._positions),
-            bins=tuple(self._bin_rate(b) for b in range(len(_CENTRES))) if seen > 50 else None,
+            positions=self._offsets(self._positions, self._prior.positions, 10.0),
+            bins=self._offsets(self._bins, self._prior.bins, 4.0),
         )
 
-    def _bin_rate(self, at: int) -> float:
-        if self._prior.bins is not None:
-            mean = self._prior.bins[at] + 0.5 * (self.level - self._prior.level)
-        else:
-            mean = 0.5 * (_CENTRES[at] + self.level)
-        return self._bins[at].toward(_share(mean), 3.0)
+    @staticmethod
+    def _offsets(means: Sequence[Mean], prior: Sequence[float], weight: float) -> tuple[float, ...]:
+        return tuple(mean.toward(offset, weight) for mean, offset in zip(means, prior, strict=True))
 
 
 def _bin(confidence: float) -> int:
