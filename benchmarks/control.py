@@ -78,7 +78,7 @@ def worlds(*, stepwise: bool = True) -> Iterator[tuple[str, World]]:
 def speed(world: World, policy: Policy, count: int, seeds: range) -> float:
     """Tokens in the time of a plain pass, over several answers that know nothing of each other."""
     runs = (simulate(replace(world, seed=100 * seed), policy, count) for seed in seeds)
-    return len(seeds) / sum(run.seconds / run.tokens for run in runs)
+    return len(seeds) / sum(1 / run.speed for run in runs)
 
 
 def best_fixed(world: World, count: int, seeds: range) -> tuple[float, int]:

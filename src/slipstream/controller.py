@@ -15,7 +15,7 @@ from threading import Lock
 from typing import Protocol
 
 from slipstream.errors import InputError
-from slipstream.estimates import MOST, OF_ALL, OF_REQUEST, Acceptance, Costs, DraftCost, Memory, Prior
+from slipstream.estimates import MOST, OF_ALL, OF_REQUEST, Acceptance, Costs, DraftCost, Prior
 from slipstream.types import Draft
 
 #: Costs of a draft step that are assumed, in plain target passes, until they are measured.

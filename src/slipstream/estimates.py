@@ -112,10 +112,10 @@ def _monotone(points: Iterable[tuple[int, float, int]]) -> list[tuple[int, float
 
 
 def _interpolated(points: Sequence[tuple[int, float]], rows: int) -> float:
-    """Never dearer than a straight line between measured points, nor than the guessed shape from the lower one on.
+    """A straight line between measured points; in its lower half no dearer than the guessed shape from there on.
 
-    Optimism costs one pass, which corrects it; a row count that looks dear would never be tried. Kernels' steps lie
-    anywhere between two points.
+    Kernels' steps lie anywhere between two points. Optimism costs one pass, which corrects it, while a row count that
+    looks dear would never be tried; of the lower half, so that a step is found by bisection.
     """
     if not points:
         return _guessed(rows)
@@ -127,7 +127,8 @@ def _interpolated(points: Sequence[tuple[int, float]], rows: int) -> float:
     guess = low * _guessed(rows) / _guessed(n)
     if above:
         m, high = above[0]
-        return low if m == n else min(guess, low + (high - low) * (rows - n) / (m - n))
+        line = low if m == n else low + (high - low) * (rows - n) / (m - n)
+        return min(guess, line) if 2 * rows <= n + m else line
     first, least = points[0]
     if n == first or rows > 2 * n:
         return guess
@@ -198,13 +199,13 @@ class Memory:
     round: float
 
 
-OF_REQUEST = Memory(token=0.99, round=0.995)
+OF_REQUEST = Memory(token=0.995, round=0.998)
 OF_ALL = Memory(token=0.998, round=0.999)
 #: The latest dozen tokens; where they say something else than the longer memory, by this many deviations, the text has
 #: turned, and the longer memory starts again from them, as if it were so many tokens long.
 _LATEST = 0.92
-_TURNED = 2.8
-_AFRESH = 6.0
+_TURNED = 3.0
+_AFRESH = 8.0
 
 
 class Acceptance:
@@ -264,13 +265,13 @@ class Acceptance:
     def positions(self, count: int) -> list[float]:
         """Acceptance at the first ``count`` positions, each given that the ones before were accepted."""
         level = self.level
-        known = [_share(level + offset) for offset in self._offsets(self._positions, self._prior.positions, 10.0)]
+        known = [_share(level + offset) for offset in self._offsets(self._positions, self._prior.positions, 20.0)]
         return [known[min(j, _POSITIONS - 1)] for j in range(count)]
 
     def given(self, confidence: float) -> float:
         """Acceptance of a token of which the drafter is this sure."""
         at = _bin(confidence)
-        return _share(self.level + self._bins[at].toward(self._prior.bins[at], 4.0))
+        return _share(self.level + self._bins[at].toward(self._prior.bins[at], 8.0))
 
     def unsure(self, confidence: float) -> bool:
         """Whether too little is known of tokens like this to leave them out."""
@@ -281,8 +282,8 @@ class Acceptance:
         return Prior(
             level=self.level,
             weight=weight,
-            positions=self._offsets(self._positions, self._prior.positions, 10.0),
-            bins=self._offsets(self._bins, self._prior.bins, 4.0),
+            positions=self._offsets(self._positions, self._prior.positions, 20.0),
+            bins=self._offsets(self._bins, self._prior.bins, 8.0),
         )
 
     @staticmethod

@@ -16,7 +16,8 @@ from torch import Tensor
 Origin = Literal["accepted", "corrected", "bonus"]
 FinishReason = Literal["stop", "length"]
 #: Why a draft has no further token: as many as were asked for (or as the context holds); the drafter was not sure
-#: enough of the next; going on would not have paid; nothing to copy from; the next token is not in the target's vocabulary.
+#: enough of the next; going on would not have paid; nothing to copy from; the next one is not in the target's
+#: vocabulary.
 DraftEnd = Literal["limit", "confidence", "controller", "no match", "vocabulary"]
 #: ``(token ids so far, logits row of shape (V,)) -> logits row of shape (V,)``. Must be a pure function of its
 #: arguments: it is called once for each position that is drafted or verified, also for rejected ones.

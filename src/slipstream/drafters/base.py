@@ -33,10 +33,10 @@ Gate = Callable[[int, float], bool]
 class GatedSession(Protocol):
     """A session that draws one token after the other and lets itself be stopped.
 
-    ``gate`` is set from outside; while it is None nothing is asked. Before each further token the session asks it with the
-    number of tokens drafted so far in this round and its confidence: how sure it is of the next token, in [0, 1], a function
-    of the distribution that the token will be drawn from, known before it is drawn. False ends the draft there with
-    ``Draft.ended = "controller"``. A token that is drawn is never dropped: that would bias answers towards what is
+    ``gate`` is set from outside; while it is None nothing is asked. Before each further token the session asks it with
+    the number of tokens drafted so far in this round and its confidence: how sure it is of the next token, in [0, 1], a
+    function of the distribution that the token will be drawn from, known before it is drawn. False ends the draft there
+    with ``Draft.ended = "controller"``. A token that is drawn is never dropped: that would bias answers towards what is
     kept.
 
     Where another pass is needed to know that distribution, the session first asks with NaN for the confidence: is such

@@ -109,8 +109,8 @@ class ModelSession:
 
     def _roll_back(self, tokens: Sequence[int]) -> None:
         """Keep what agrees with ``tokens``; at least the last of them is left to be fed."""
-        agree = min(self._committed, len(tokens) - 1)
         limit = min(len(self._fed), len(tokens) - 1)
+        agree = min(self._committed, limit)
         while agree < limit and self._fed[agree] == tokens[agree]:
             agree += 1
         del self._fed[agree:]
