@@ -222,12 +222,12 @@ class Knowledge:
         self._costs = costs
         self._acceptance: dict[str, Acceptance] = {}
 
-    def costs(self) -> tuple[tuple[float, ...], DraftCost, bool]:
-        """v(n) in seconds at index n, the cost of drafts, and whether plain passes are to be measured (anew)."""
+    def costs(self) -> tuple[tuple[float, ...], DraftCost, int]:
+        """v(n) in seconds at index n, the cost of drafts, and the longest draft to risk; 0: a plain pass is due."""
         with self._lock:
             costs = self._costs
-            unknown = not costs.fixed and (costs.since_plain() > (_REFRESH if costs.plain_passes() > 2 else _CONFIRM))
-            return costs.verify(), costs.draft(), unknown
+            old = costs.since_plain() > (_REFRESH if costs.plain_passes() > 2 else _CONFIRM)
+            return costs.verify(), costs.draft(), 0 if old and not costs.fixed else costs.most()
 
     def prior(self, drafter: str) -> Prior:
         """What a new request starts from."""
@@ -272,7 +272,7 @@ _PRIOR_WEIGHT = 8.0
 #: Rounds after which a plain pass is measured again, at first and later, lest k be chosen by a price of long ago.
 _CONFIRM, _REFRESH = 32, 256
 #: Probing may take this share of a request's time, and a few plain passes more.
-_PROBE_SHARE, _PROBE_PASSES = 0.01, 3.0
+_PROBE_SHARE, _PROBE_PASSES = 0.01, 2.0
 _FIRST_GAP, _LAST_GAP = 4, 16
 #: Rounds over which reading what a draft model missed is written off.
 _HORIZON = 24
@@ -347,11 +347,11 @@ class AdaptiveController:
         """The most tokens to draft."""
         self._reach, self._passes, self._left_out = 1.0, 0, None
         self._probing = False
-        verify, draft, unmeasured = self._knowledge.costs()
-        if unmeasured:
+        verify, draft, most = self._knowledge.costs()
+        if not most:
             self._outlook = None
             return 0
-        room = min(room, MOST)
+        room = min(room, most)
         rates = self._of(self._drafter).positions(MOST)
         worth = self._worth(verify, draft, rates, room)
         self._outlook = Outlook(verify, draft, rates, worth, room)

@@ -58,6 +58,10 @@ class Costs:
         """Rounds since the latest pass over one token; very many if there was none."""
         return self._rounds - self._seen.get(1, -(10**6))
 
+    def most(self) -> int:
+        """The longest draft to risk: twice what was tried, since nobody knows what lies beyond."""
+        return MOST if self.fixed else min(MOST, max(8, 2 * max(self._seen, default=0)))
+
     def verified(self, rows: int, seconds: float) -> None:
         """A target pass over ``rows`` tokens took ``seconds``."""
         if self.fixed or seconds <= 0:
@@ -199,7 +203,7 @@ class Memory:
     round: float
 
 
-OF_REQUEST = Memory(token=0.995, round=0.998)
+OF_REQUEST = Memory(token=0.997, round=0.998)
 OF_ALL = Memory(token=0.998, round=0.999)
 #: The latest dozen tokens; where they say something else than the longer memory, by this many deviations, the text has
 #: turned, and the longer memory starts again from them, as if it were so many tokens long.
@@ -247,7 +251,7 @@ class Acceptance:
     def _turn(self) -> None:
         """Forget what was before, if the text has turned."""
         level, latest = self.level, self._latest.toward(0.5, 0.01)
-        spread = max(level * (1 - level), 0.02) * (1 - _LATEST) / (1 + _LATEST)
+        spread = max(level * (1 - level), 0.08) * (1 - _LATEST) / (1 + _LATEST)
         if self._level.count > 2 * _AFRESH and abs(latest - level) > _TURNED * spread**0.5:
             self._level = Mean(latest * _AFRESH, _AFRESH)
 
