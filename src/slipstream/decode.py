@@ -8,18 +8,19 @@ has nothing to propose.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from time import perf_counter
 
 import torch
 from torch import Tensor
 
+from slipstream.controller import Controller, Played
 from slipstream.drafters.base import DraftSession
 from slipstream.errors import InputError
 from slipstream.models.base import Cache, Model, feed
 from slipstream.sampling import Sampler
-from slipstream.types import Draft, Round, TokenLogprob
+from slipstream.types import Draft, DraftEnd, Round, TokenLogprob
 from slipstream.verify import RULES, match, verify
 
 
@@ -33,9 +34,11 @@ class Decoder:
     target: Model
     session: DraftSession
     sampler: Sampler
-    k: int
+    controller: Controller
     max_length: int
     rule: str = RULES[0]
+    drafter: str = ""
+    """What statistics call the source of drafts that name none."""
 
     def rounds(self, prompt: Sequence[int], ended: Callable[[int], bool]) -> Iterator[Round]:
         """Generate until ``ended`` says so.
@@ -57,12 +60,29 @@ class Decoder:
         if share := getattr(self.session, "share", None):
             share(cache)
         done = False
+        if self.controller.gated and hasattr(self.session, "gate"):
+            self.session.gate = self.controller.goes_on
         while not done:
             start = perf_counter()
-            draft = self._draft(tokens, cache)
+            asked = self._ask(tokens, cache)
+            proposed = self._draft(tokens, asked)
+            draft = self._cut(proposed)
             drafted_at = perf_counter()
+            reading = cache.length < len(tokens) - 1
             new, logits = self._verify(tokens, draft, cache)
             verified_at = perf_counter()
+            if not reading:
+                self.controller.learn(
+                    Played(
+                        length=len(tokens),
+                        asked=asked,
+                        draft=proposed,
+                        kept=len(draft.tokens),
+                        tokens=tuple(new),
+                        draft_seconds=drafted_at - start,
+                        verify_seconds=verified_at - drafted_at,
+                    )
+                )
             kept: list[int] = []
             while not done and len(kept) < len(new):
                 kept.append(new[len(kept)])
@@ -77,24 +97,39 @@ class Decoder:
                 verify_seconds=verified_at - drafted_at,
                 total_seconds=perf_counter() - start,
                 logprobs=self._logprobs(logits, kept),
+                k=asked,
+                ended=draft.ended if asked else None,
+                sources=draft.sources or (self.drafter,) * len(draft.tokens),
             )
 
-    def _draft(self, tokens: Sequence[int], cache: Cache) -> Draft:
-        """Ask for at most k tokens, and for none while the prompt is unread, so that the first token is not delayed."""
-        room = min(self.k, self.max_length - len(tokens) - 1)
+    def _ask(self, tokens: Sequence[int], cache: Cache) -> int:
+        """How many tokens to draft at most: none while the prompt is unread, so that the first token is not delayed."""
+        room = self.max_length - len(tokens) - 1
         if room <= 0 or cache.length < len(tokens) - 1:
+            return 0
+        return self.controller.ask(room, len(tokens))
+
+    def _draft(self, tokens: Sequence[int], k: int) -> Draft:
+        if k <= 0:
             return Draft()
-        draft = self.session.draft(tokens, room)
+        draft = self.session.draft(tokens, k)
         vocab = self.target.vocab_size
         if draft.probs is None:
             # The target may read ids that it cannot emit. With a one-hot q, cutting them off is rejecting them.
-            draft = Draft(tuple(takewhile(lambda t: t < vocab, draft.tokens)))
-        if len(draft.tokens) > room or not all(0 <= t < vocab for t in draft.tokens):
+            usable = sum(1 for _ in takewhile(lambda t: t < vocab, draft.tokens))
+            draft = _first(draft, usable, "vocabulary")
+        if len(draft.tokens) > k or not all(0 <= t < vocab for t in draft.tokens):
             raise InputError(
-                f"{type(self.session).__name__} drafted {draft.tokens}; a draft has at most the {room} tokens asked "
+                f"{type(self.session).__name__} drafted {draft.tokens}; a draft has at most the {k} tokens asked "
                 f"for, with ids below {vocab}; correct the drafter"
             )
         return draft
+
+    def _cut(self, draft: Draft) -> Draft:
+        """Leave out what does not pay to verify; only of a one-hot draft, which is a function of the past."""
+        if draft.probs is not None or not draft.tokens:
+            return draft
+        return _first(draft, self.controller.keep(draft), "controller")
 
     def _verify(self, tokens: list[int], draft: Draft, cache: Cache) -> tuple[list[int], Tensor]:
         """The tokens that this round adds, and the target's logits at each slot, (k+1, V)."""
@@ -124,3 +159,16 @@ class Decoder:
             TokenLogprob(token, float(scores[i, token]), tuple(zip(ids[i].tolist(), values[i].tolist(), strict=True)))
             for i, token in enumerate(kept)
         )
+
+
+def _first(draft: Draft, count: int, ended: DraftEnd) -> Draft:
+    """The first ``count`` tokens of a one-hot draft."""
+    if count >= len(draft.tokens):
+        return draft
+    return replace(
+        draft,
+        tokens=draft.tokens[:count],
+        ended=ended,
+        sources=draft.sources[:count],
+        confidence=draft.confidence[:count],
+    )

@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from slipstream.controller import Policy, make_policy
 from slipstream.decode import Decoder
 from slipstream.drafters import is_name, make_drafter
 from slipstream.errors import InputError
@@ -30,9 +31,11 @@ class SpeculativeDecoding:
 
     Args:
         target_model: what ``load_model`` returns, a transformers model as it is, or a path.
-        draft_model: the same, or ``"suffix"`` (copies from the text), a drafter object, None for plain decoding, or a
-            list of them: a cascade, in which the next one drafts what the one before is not sure of.
-        k: number of draft tokens in a round; 0 decodes plainly.
+        draft_model: the same, or ``"suffix"`` (copies from the text), ``"early-exit:8"`` (the target's own first
+            layers), a drafter object, None for plain decoding, or a list of them: a cascade, in which the next one
+            drafts what the one before is not sure of.
+        k: number of draft tokens in a round: ``"adaptive"``, whatever yields the most tokens a second, 0 included;
+            ``"halving"``, 8 until the first rejection and 4 from then on; a number, 0 decodes plainly; or a policy.
         tokenizer: needed only where text goes in or out of a model that came without one.
         rejection_sampling: None samples if the temperature is above 0; False insists on greedy decoding.
         rule: ``"block"`` (never accepts fewer tokens in expectation) or ``"token"``, see ``slipstream.verify``. Greedy
@@ -49,7 +52,7 @@ class SpeculativeDecoding:
         self,
         target_model: Any,
         draft_model: Any = None,
-        k: int = 4,
+        k: int | str | Policy = "adaptive",
         *,
         tokenizer: Any | None = None,
         rejection_sampling: bool | None = None,
@@ -57,8 +60,7 @@ class SpeculativeDecoding:
         bit_exact: bool = False,
         **defaults: Any,
     ) -> None:
-        if type(k) is not int or k < 0:
-            raise InputError(f"k={k!r} is not a number of draft tokens; use 0 (plain decoding) or a positive integer")
+        self.policy = make_policy(k)
         if rejection_sampling is not None and type(rejection_sampling) is not bool:
             raise InputError(f"rejection_sampling={rejection_sampling!r} is not usable; use None, True or False")
         if tokenizer is not None and not (callable(tokenizer) and hasattr(tokenizer, "decode")):
@@ -206,7 +208,11 @@ class SpeculativeDecoding:
             max_tokens=limit - len(prompt),
             tokenizer=self.tokenizer,
         )
-        decoder = Decoder(self.target, self.drafter.start(sampler), sampler, self.k, limit, self.rule)
+        session = self.drafter.start(sampler)
+        # A controller that looks at clocks or at other requests would change which random numbers meet which token.
+        repeatable = params.seed is not None and params.temperature > 0 and not self.bit_exact
+        controller = self.policy.start(session, self.drafter.name, repeatable=repeatable, isolated=not params.share)
+        decoder = Decoder(self.target, session, sampler, controller, limit, self.rule, self.drafter.name)
         return Stream(decoder, ending, prompt, index)
 
     @property
