@@ -85,7 +85,7 @@ class Costs:
         """Seconds of a pass over n tokens at index n, for n up to MOST + 1; never falling."""
         if self._curve is None:
             points = _monotone([(n, median(s), len(s)) for n, s in sorted(self._passes.items())])
-            self._curve = tuple(_interpolated(points, n) for n in range(MOST + 2))
+            self._curve = _filled(points)
         return self._curve
 
     def draft(self) -> DraftCost:
@@ -100,8 +100,7 @@ class Costs:
         return self._draft
 
 
-def _guessed(rows: int) -> float:
-    return 1 + _ROW * (max(rows, 1) - 1)
+_GUESSED = tuple(1 + _ROW * (max(n, 1) - 1) for n in range(MOST + 2))
 
 
 def _monotone(points: Iterable[tuple[int, float, int]]) -> list[tuple[int, float]]:
@@ -115,28 +114,29 @@ def _monotone(points: Iterable[tuple[int, float, int]]) -> list[tuple[int, float
     return [(n, value) for ns, value, _ in pools for n in ns]
 
 
-def _interpolated(points: Sequence[tuple[int, float]], rows: int) -> float:
-    """A straight line between measured points; in its lower half no dearer than the guessed shape from there on.
+def _filled(points: Sequence[tuple[int, float]]) -> tuple[float, ...]:
+    """A value for every number of rows.
 
-    Kernels' steps lie anywhere between two points. Optimism costs one pass, which corrects it, while a row count that
-    looks dear would never be tried; of the lower half, so that a step is found by bisection.
+    A straight line between measured points; in its lower half no dearer than the guessed shape from there on. Kernels'
+    steps lie anywhere between two points. Optimism costs one pass, which corrects it, while a row count that looks dear
+    would never be tried; of the lower half, so that a step is found by bisection.
     """
     if not points:
-        return _guessed(rows)
-    below = [(n, s) for n, s in points if n <= rows]
-    above = [(n, s) for n, s in points if n >= rows]
-    if not below:
-        return above[0][1] * _guessed(rows) / _guessed(above[0][0])
-    n, low = below[-1]
-    guess = low * _guessed(rows) / _guessed(n)
-    if above:
-        m, high = above[0]
-        line = low if m == n else low + (high - low) * (rows - n) / (m - n)
-        return min(guess, line) if 2 * rows <= n + m else line
-    first, least = points[0]
-    if n == first or rows > 2 * n:
-        return guess
-    return min(guess, low + (low - least) * (rows - n) / (n - first))
+        return _GUESSED
+    (first, least), values, at = points[0], [], -1
+    for rows in range(MOST + 2):
+        while at + 1 < len(points) and points[at + 1][0] <= rows:
+            at += 1
+        n, low = points[max(at, 0)]
+        guess = low * _GUESSED[rows] / _GUESSED[n]
+        if at >= 0 and at + 1 < len(points):
+            m, high = points[at + 1]
+            line = low + (high - low) * (rows - n) / (m - n)
+            guess = min(guess, line) if 2 * rows <= n + m else line
+        elif first < n < rows <= 2 * n:
+            guess = min(guess, low + (low - least) * (rows - n) / (n - first))
+        values.append(guess)
+    return tuple(values)
 
 
 def _line(points: Sequence[tuple[int, float]]) -> tuple[float, float] | None:
