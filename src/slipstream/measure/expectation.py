@@ -1,13 +1,13 @@
 """What speculation is expected to gain: tokens a round, speed-up, the best k, break-even. Arithmetic only.
 
-All times are in plain target steps: c is a draft step, v(n) a target pass over n tokens, v(1) = 1 (Leviathan et al. 2023,
-arXiv 2211.17192, with the cost of verification added). An acceptance at position j is conditional: given that the
-tokens before j were accepted.
+All times are in plain target steps: c is a draft step, v(n) a target pass over n tokens, v(1) = 1 (Leviathan et al.
+2023, arXiv 2211.17192, with the cost of verification added). An acceptance at position j is conditional: given that
+the tokens before j were accepted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from math import inf, isfinite
@@ -73,7 +73,8 @@ def expected_tokens(acceptances: Sequence[float]) -> float:
     wrong = next((a for a in acceptances if not 0 <= a <= 1), None)
     if wrong is not None:
         raise InputError(f"an acceptance of {wrong} is no probability; use numbers from 0 to 1")
-    return 1 + sum(accumulate(acceptances, mul))
+    reached: Iterable[float] = accumulate(acceptances, mul)
+    return 1 + sum(reached)
 
 
 def speed_up(acceptances: Sequence[float], costs: Costs) -> float:
