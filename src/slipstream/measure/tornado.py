@@ -25,10 +25,12 @@ def figure(swings: Sequence[Swing]) -> Any:
     drawn = Figure(figsize=(8, 1.4 + 0.42 * len(swings)), layout="constrained")
     axes = drawn.subplots()
     names, base = [s.name for s in swings], swings[0].base
-    for part, colour in (("low", _LOWER), ("high", _HIGHER)):
-        lengths = [getattr(s, f"net_{part}") - s.base for s in swings]
-        sign = "-" if part == "low" else "+"
-        axes.barh(names, lengths, left=base, color=colour, label=f"input {sign}{SWING:.0%}", alpha=0.85)
+    for part, colour, sign, shift in (("low", _LOWER, "-", -0.2), ("high", _HIGHER, "+", 0.2)):
+        lengths = [getattr(s, f"net_{part}") - base for s in swings]
+        # Half a bar each: whole servers may move both to one side.
+        places = [i + shift for i in range(len(swings))]
+        axes.barh(places, lengths, height=0.4, left=base, color=colour, label=f"input {sign}{SWING:.0%}")
+    axes.set_yticks(range(len(names)), names)
     axes.axvline(base, color="black", linewidth=1)
     axes.invert_yaxis()
     axes.set_xlabel("net savings a month, dollars")
