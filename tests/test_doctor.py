@@ -267,7 +267,9 @@ def test_chat_templates_that_render_differently(tmp_path: Path) -> None:
     other.chat_template = None
     other.save_pretrained(tmp_path / "c")
     bare(tmp_path / "c", small())
-    assert "the target has" in of(examine(target, describe(str(tmp_path / "c")), setting()).findings, "chat template").what
+    assert (
+        "the target has" in of(examine(target, describe(str(tmp_path / "c")), setting()).findings, "chat template").what
+    )
 
 
 def test_special_tokens_that_differ(tmp_path: Path, plain_pair: tuple[Description, Description]) -> None:
@@ -304,7 +306,9 @@ def test_k_against_a_drafts_block(tmp_path: Path, plain_pair: tuple[Description,
 
 def test_weights_and_devices(plain_pair: tuple[Description, Description]) -> None:
     target, draft = plain_pair
-    assert of(examine(target, draft, setting(draft_weights="int8", on_cpu=False)).findings, "weights").level == "blocker"
+    assert (
+        of(examine(target, draft, setting(draft_weights="int8", on_cpu=False)).findings, "weights").level == "blocker"
+    )
     assert of(examine(target, draft, setting(weights="bf16")).findings, "weights").level == "warning"
     assert of(examine(target, target, setting()).findings, "size").level == "warning"
     assert of(examine(target, draft, setting()).findings, "size").level == "ok"
@@ -443,7 +447,7 @@ def test_more_of_anything_needs_more_memory(plain_pair: tuple[Description, Descr
 
 def test_the_measured_peak_is_near_the_predicted_one(tmp_path: Path) -> None:
     """Large enough that the weights, not the odd page, decide; long enough that the cache does its part."""
-    sizes = {"vocab_size": 20_000, "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 8}
+    sizes = {"vocab_size": 60_000, "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 8}
     folder = save_checkpoint(tmp_path / "m", byte_tokenizer(), max_position_embeddings=4096, **sizes)
     model = describe(str(folder))
     predicted = peak(need(model, "fp16", Load(1024, 1, 5)), None)

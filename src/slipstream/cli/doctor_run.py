@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -75,13 +75,8 @@ def _examine(task: DoctorTask) -> Examined:
     setting = _setting(task, target, draft, text)
     diagnosis = examine(target, draft, setting, table)
     found, lines = (None, ()) if not task.measure else _measured(task, target, draft, setting, diagnosis)
-    return Examined(target, draft, setting, _with(diagnosis, lines), found)
-
-
-def _with(diagnosis: Diagnosis, lines: tuple[Finding, ...]) -> Diagnosis:
-    from dataclasses import replace
-
-    return replace(diagnosis, findings=(*diagnosis.findings, *lines))
+    diagnosis = replace(diagnosis, findings=(*diagnosis.findings, *lines))
+    return Examined(target, draft, setting, diagnosis, found)
 
 
 def _table(task: DoctorTask) -> list[Combination]:
@@ -195,7 +190,7 @@ def _models(examined: Examined) -> list[str]:
 def _needed(examined: Examined) -> list[str]:
     setting = examined.setting
     head = f"Memory at a context of {setting.context:,}, batch {setting.batch}, predicted from shapes"
-    rows = [("weights", "target", "draft", "caches", "activations", "in use", "peak of loading")]
+    rows: list[tuple[str, ...]] = [("weights", "target", "draft", "caches", "activations", "in use", "peak of loading")]
     for name, (ours, theirs) in examined.diagnosis.needs.items():
         both = [ours] + ([theirs] if theirs is not None else [])
         caches, activations = sum(n.cache for n in both), max(n.activations for n in both)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from slipstream.errors import InputError
@@ -125,28 +125,30 @@ def examine(
 
 def compare(target: Description, draft: Description, text: str) -> Vocabulary:
     """Two vocabularies id by id, and how much of ``text`` the draft can propose."""
-    rows = {"target_rows": target.vocab_size, "draft_rows": draft.vocab_size}
+    unknown = Vocabulary("unknown", target_rows=target.vocab_size, draft_rows=draft.vocab_size)
     if target.tokenizer is None or draft.tokenizer is None:
-        return Vocabulary("unknown", **rows)
+        return unknown
     ours, theirs = target.tokenizer.get_vocab(), draft.tokenizer.get_vocab()
     same = len(ours.items() & theirs.items())
-    sizes = {"target_ids": len(ours), "draft_ids": len(theirs), "same": same, **rows}
+    base = replace(unknown, target_ids=len(ours), draft_ids=len(theirs), same=same, shared=same)
     if ours == theirs:
-        kind: Kind = "identical" if target.vocab_size == draft.vocab_size else "padded"
-        return Vocabulary(kind, **sizes, shared=same, mass=1.0)
+        return replace(base, kind="identical" if target.vocab_size == draft.vocab_size else "padded", mass=1.0)
     unlike = _differing(ours, theirs)
     if not unlike:
-        ids = target.tokenizer(text, add_special_tokens=False)["input_ids"]
-        known = set(theirs.values())
-        return Vocabulary("same family", **sizes, shared=same, mass=sum(i in known for i in ids) / max(1, len(ids)))
-    kind = "same family" if same >= _FAMILY * min(len(ours), len(theirs)) else "different"
-    first = tuple((i, *unlike[i]) for i in sorted(unlike)[:_SHOWN])
-    sizes |= {"num_differing": len(unlike), "last_differing": max(unlike)}
+        ids, known = target.tokenizer(text, add_special_tokens=False)["input_ids"], set(theirs.values())
+        return replace(base, kind="same family", mass=sum(i in known for i in ids) / max(1, len(ids)))
+    base = replace(
+        base,
+        kind="same family" if same >= _FAMILY * min(len(ours), len(theirs)) else "different",
+        differing=tuple((i, *unlike[i]) for i in sorted(unlike)[:_SHOWN]),
+        num_differing=len(unlike),
+        last_differing=max(unlike),
+    )
     try:
         sharing = measure_sharing(pair_vocabularies(target, draft), text)
     except InputError as error:
-        return Vocabulary("different", **sizes, differing=first, obstacle=str(error))
-    return Vocabulary(kind, **sizes, shared=sharing.shared, mass=sharing.of_text, differing=first)
+        return replace(base, kind="different", shared=0, obstacle=str(error))
+    return replace(base, shared=sharing.shared, mass=sharing.of_text)
 
 
 def _differing(ours: dict[str, int], theirs: dict[str, int]) -> dict[int, tuple[str, str]]:
@@ -219,8 +221,7 @@ def _special_tokens(target: Description, draft: Description) -> Iterator[Finding
     unlike = [f"{role} {ours!r} and {theirs!r}" for role, ours, theirs in pairs if ours != theirs]
     if set(target.eos_token_ids) != set(draft.eos_token_ids):
         unlike.append(f"end-of-sequence ids {list(target.eos_token_ids)} and {list(draft.eos_token_ids)}")
-    starts = [tuple(m.tokenizer("a")["input_ids"][:1]) != _bare_start(m) for m in (target, draft)]
-    if starts[0] != starts[1]:
+    if _adds_start(target.tokenizer) != _adds_start(draft.tokenizer):
         unlike.append("one of them puts a BOS before a text")
     if unlike:
         do = "nothing has to be done: the target's decide; where the draft's matter to it, acceptance is lower there"
@@ -229,9 +230,10 @@ def _special_tokens(target: Description, draft: Description) -> Iterator[Finding
         yield Finding("ok", "special tokens", "BOS, EOS, padding and unknown are the same")
 
 
-def _bare_start(model: Description) -> tuple[int, ...]:
-    tokenizer: Any = model.tokenizer
-    return tuple(tokenizer("a", add_special_tokens=False)["input_ids"][:1])
+def _adds_start(tokenizer: Any) -> bool:
+    """Whether a tokenizer puts something before a text."""
+    with_specials, without = (tokenizer("a", add_special_tokens=flag)["input_ids"] for flag in (True, False))
+    return bool(with_specials[:1] != without[:1])
 
 
 def _chat_template(target: Description, draft: Description) -> Iterator[Finding]:

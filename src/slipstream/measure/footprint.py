@@ -16,8 +16,8 @@ from slipstream.models.shapes import Shape
 #: Bytes of one number.
 _SIZES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 _PANEL, _GROUP = 16, 256
-#: While a matrix is packed, bytes a number, its float32 source included and without it: see models/native/panels.py.
-_PACKING = {"fp32": 12, "fp16": 12, "int8": 17}
+#: While a matrix is packed, bytes a number beside its float32 source: see models/native/panels.py.
+_PACKING = {"fp32": 8, "fp16": 8, "int8": 13}
 _SOURCE = 4
 #: What sampling takes for each number of a logits row: float32 logits and float64 probabilities, twice.
 _SAMPLING = 20
@@ -140,11 +140,12 @@ def _packing_peak(model: Description, weights: str, held: int) -> int:
     """The output layer is packed last, beside the float32 embedding and all layers."""
     layers = _layer_bytes(model, weights)
     embedding, head = math.prod(model.shapes["model.embed_tokens.weight"]), math.prod(_head(model))
-    beside = 0 if _is_tied(model) else _SOURCE * embedding
-    at_head = layers + beside + _PACKING[weights] * head
+    source = 0 if model.floats_in_place else _SOURCE
+    beside = 0 if _is_tied(model) else source * embedding
+    at_head = layers + beside + (_PACKING[weights] + source) * head
     largest = max(sum(math.prod(model.shapes[f"{n}.weight"]) for n in names) for _, names in _products(model))
-    at_layer = layers + (_PACKING[weights] - 2) * largest
-    return max(at_head, at_layer, held + _SOURCE * embedding)
+    at_layer = layers + (_PACKING[weights] + _SOURCE - 2) * largest
+    return max(at_head, at_layer, held + source * embedding)
 
 
 # --- any model --------------------------------------------------------------------------------------------------------

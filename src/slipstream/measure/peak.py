@@ -54,6 +54,7 @@ def _run(trial: Trial) -> Peak:
     import torch
 
     from slipstream.models.base import feed
+    from slipstream.models.heap import return_freed
     from slipstream.models.load import open_checkpoint
     from slipstream.models.native.build import library
 
@@ -64,6 +65,7 @@ def _run(trial: Trial) -> Peak:
     # Tokenizers and what transformers imports belong to the program.
     opened = [open_checkpoint(name, weights=weights, device=device) for name, weights in trial.models]
     gc.collect()
+    return_freed()
     with _watching(device) as most:
         program = most[0]
         models = [checkpoint.load() for checkpoint in opened]

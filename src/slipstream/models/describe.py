@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +41,10 @@ class Description:
     eos_token_ids: tuple[int, ...]
     obstacle: str | None
     """Why it cannot be decoded speculatively; None if it can."""
-    ours: bool = field(default=True)
+    ours: bool = True
     """Whether the lean decoder runs it."""
+    floats_in_place: bool = False
+    """Whether its files hold float32 numbers, which are read without a copy."""
 
     @property
     def text_config(self) -> Mapping[str, Any]:
@@ -162,7 +164,17 @@ def _of_folder(path: Path, name: str) -> Description:
         eos_token_ids=folder._eos_token_ids(settings, tokenizer),
         obstacle=_obstacle(stated, settings, ours),
         ours=ours,
+        floats_in_place=_holds_floats(files, config),
     )
+
+
+def _holds_floats(files: list[Path], config: Mapping[str, Any]) -> bool:
+    if not files or files[0].suffix != ".safetensors":
+        return str(config.get("dtype", "")).endswith("float32") and not files
+    from safetensors import safe_open
+
+    with safe_open(files[0], framework="pt") as opened:
+        return all(opened.get_slice(name).get_dtype() == "F32" for name in list(opened.keys())[:1])
 
 
 def _obstacle(stated: Mapping[str, Any], settings: Any, ours: bool) -> str | None:
