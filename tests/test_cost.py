@@ -71,6 +71,7 @@ def test_money_is_saved_from_the_first_server_that_is_not_needed() -> None:
     assert break_even_speed_up(chatbot(training=2 * monthly, retraining_months=1)) == pytest.approx(4.0)
     assert break_even_speed_up(chatbot(training=3.1 * monthly, retraining_months=1)) is None
     assert break_even_speed_up(chatbot(requests_a_day=1000.0)) is None
+    assert break_even_speed_up(chatbot(spare=1)) == pytest.approx(4 / 3)
     for saving in (4 / 3 + 1e-6, 2.0):
         assert verdict(chatbot(speed_up=saving)).net_a_month > 0
     assert verdict(chatbot(speed_up=4 / 3 - 1e-6)).net_a_month == 0

@@ -16,10 +16,11 @@ from slipstream import InputError
 from slipstream.cli.main import cli
 from slipstream.measure.doctor import Finding, Setting, compare, examine
 from slipstream.measure.engines import CONDITIONS, Facts, read_combinations, that_apply
-from slipstream.measure.footprint import Load, cache_bytes, need, peak
+from slipstream.measure.footprint import Load, cache_bytes, need, peak, step_bytes
 from slipstream.measure.peak import Peak, Trial, measure_peak
 from slipstream.models.describe import Description, describe, llama_shapes
 from slipstream.models.load import load_model
+from slipstream.models.native.build import library
 from tokenizers_of_tests import gpt2_like, qwen_like
 
 LLAMA_70B: dict[str, Any] = {
@@ -376,7 +377,8 @@ def test_every_combination_has_a_date_a_source_and_something_to_do() -> None:
     [
         ({}, set()),
         ({"draft_rows": 320}, {"vLLM"}),
-        ({"draft_rows": 600}, {"vLLM", "llama.cpp"}),
+        ({"draft_rows": 428}, {"vLLM"}),
+        ({"draft_rows": 429}, {"vLLM", "llama.cpp"}),
         ({"tokenizers_differ": True, "texts_differ_from_5": True}, {"vLLM", "TensorRT-LLM", "llama.cpp"}),
         ({"can_roll_back": False}, {"llama.cpp", "transformers"}),
         ({"batch": 8}, {"TensorRT-LLM", "transformers"}),
@@ -388,6 +390,18 @@ def test_every_combination_has_a_date_a_source_and_something_to_do() -> None:
 def test_engines_that_refuse_a_pair(change: dict[str, Any], engines: set[str]) -> None:
     rows = that_apply(facts(**change), read_combinations())
     assert {row.engine for row in rows if row.severity != "note"} == engines
+
+
+def test_what_is_put_before_a_text_counts_not_the_name_of_a_bos(tmp_path: Path) -> None:
+    target = describe(str(bare(tmp_path / "a", small(vocab_size=800), gpt2_like())))
+    draft = describe(str(bare(tmp_path / "b", small(vocab_size=800), byte_tokenizer())))
+    table = [row for row in read_combinations() if row.when == "BOS differs"]
+    assert examine(target, draft, setting(), table).engines == tuple(table)
+    assert examine(draft, draft, setting(), table).engines == ()
+    nameless = gpt2_like.__wrapped__()
+    nameless.bos_token = "<|im_start|>"
+    named = describe(str(bare(tmp_path / "c", small(vocab_size=800), nameless)))
+    assert examine(target, named, setting(), table).engines == ()
 
 
 def test_a_table_of_ones_own(tmp_path: Path) -> None:
@@ -411,13 +425,10 @@ def test_a_table_of_ones_own(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("weights", ["fp32", "fp16", "int8"])
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.usefixtures("kernels")
-def test_weights_are_those_that_the_decoder_holds(
-    tmp_path: Path, weights: str, tied: bool, request: pytest.FixtureRequest
-) -> None:
+def test_weights_are_those_that_the_decoder_holds(tmp_path: Path, weights: str, tied: bool) -> None:
     """Byte for byte, with native kernels; torch's packed formats do not tell their size."""
-    if request.getfixturevalue("kernels") == "torch":
-        pytest.skip("the figures are those of the native kernels")
+    if library() is None:
+        pytest.skip("no native kernels here")
     folder = save_checkpoint(tmp_path / "m", byte_tokenizer(), hidden_size=64, tie_word_embeddings=tied)
     model: Any = load_model(folder, weights=weights)
     products = [p for layer in model._layers for p in (layer.qkv, layer.out, layer.gate_up, layer.down)]
@@ -425,6 +436,13 @@ def test_weights_are_those_that_the_decoder_holds(
     held += sum(v.nbytes for layer in model._layers for v in (layer.attention_norm, layer.mlp_norm))
     held += model._norm.nbytes + (model._table.nbytes if model._table is not None else 0)
     assert need(describe(str(folder)), weights, Load(16, 1, 5)).weights == held
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_step_reads_what_the_decoder_says(tmp_path: Path, tied: bool) -> None:
+    folder = save_checkpoint(tmp_path / "m", byte_tokenizer(), hidden_size=64, vocab_size=304, tie_word_embeddings=tied)
+    model: Any = load_model(folder, weights="fp32")
+    assert step_bytes(describe(str(folder)), "fp32", on_cpu=True) == model.weight_bytes
 
 
 def test_a_cache_is_as_large_as_predicted(tmp_path: Path) -> None:

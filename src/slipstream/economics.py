@@ -151,8 +151,8 @@ def verdict(service: Service) -> Verdict:
 def payback_days(training: float, saved_an_hour: float) -> float | None:
     """Days until ``saved_an_hour`` has paid for ``training``; None if it never does.
 
-    >>> payback_days(600, 10.40)
-    2.403846153846154
+    >>> payback_days(600, 10.0)
+    2.5
     """
     if training == 0:
         return 0.0

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from slipstream.errors import InputError
 from slipstream.measure.engines import Combination, Facts, that_apply
-from slipstream.measure.footprint import Load, Need, as_text, need, peak
+from slipstream.measure.footprint import Load, Need, as_text, need, peak, step_bytes
 from slipstream.models.describe import Description
 from slipstream.models.vocabulary import measure_sharing, pair_vocabularies
 
@@ -286,18 +286,14 @@ def _dtypes(target: Description, draft: Description, setting: Setting) -> Iterat
         elif setting.on_cpu and weights == "bf16":
             what = f"bf16 on a CPU makes a pass over several rows of the {role} several times as dear as over one"
             yield Finding("warning", topic, what, "use fp16 or int8")
-    both = (_weight_bytes(target, setting.weights, setting), _weight_bytes(draft, setting.draft_weights, setting))
-    share = both[1] / both[0] if both[0] else 0.0
+    whole = step_bytes(target, setting.weights, setting.on_cpu)
+    share = step_bytes(draft, setting.draft_weights, setting.on_cpu) / whole if whole else 0.0
     how = "predicted from the bytes that a step reads"
     if share > _LARGE_DRAFT:
         what = f"a draft step reads {share:.0%} of the bytes of a target step, so c is about {share:.2f} at best"
         yield Finding("warning", "size", what, "take a smaller draft, or int8 for it", how)
     elif share:
         yield Finding("ok", "size", f"a draft step reads {share:.0%} of the bytes of a target step", how=how)
-
-
-def _weight_bytes(model: Description, weights: str, setting: Setting) -> int:
-    return need(model, weights, Load(1, 1, 1, setting.on_cpu)).weights
 
 
 # --- memory and engines -----------------------------------------------------------------------------------------------
@@ -328,14 +324,19 @@ def _memory(predicted: int, setting: Setting) -> Iterator[Finding]:
         yield Finding("ok", "memory", what, how=how)
 
 
+def _start(tokenizer: Any) -> int | None:
+    """The id that a tokenizer puts before a text; None if it puts none."""
+    return tokenizer("a")["input_ids"][0] if tokenizer is not None and _adds_start(tokenizer) else None
+
+
 def _facts(target: Description, draft: Description, found: Vocabulary, setting: Setting) -> Facts:
-    bos = [getattr(m.tokenizer, "bos_token_id", None) for m in (target, draft)]
+    starts = [_start(m.tokenizer) for m in (target, draft)]
     return Facts(
         target_rows=target.vocab_size,
         draft_rows=draft.vocab_size,
         tokenizers_differ=found.num_differing > 0,
         texts_differ_from_5=found.last_differing >= 5,
-        bos_differs=bos[0] != bos[1],
+        bos_differs=starts[0] != starts[1],
         can_roll_back=target.obstacle is None and draft.obstacle is None,
         batch=setting.batch,
         target_quantised=bool(target.config.get("quantization_config")),

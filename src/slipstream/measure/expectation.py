@@ -44,8 +44,8 @@ class Costs:
     def v(self, tokens: int) -> float:
         """v(``tokens``).
 
-        >>> Costs.linear(0.1, 0.05).v(5)
-        1.2
+        >>> Costs.linear(0.1, 0.25).v(5)
+        2.0
         """
         points = sorted(({1: 1.0} | dict(self.verify)).items())
         if len(points) == 1:

@@ -16,8 +16,8 @@ from slipstream.models.shapes import Shape
 #: Bytes of one number.
 _SIZES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 _PANEL, _GROUP = 16, 256
-#: While a matrix is packed, bytes a number beside its float32 source: see models/native/panels.py.
-_PACKING = {"fp32": 8, "fp16": 8, "int8": 13}
+#: What can be packed, and the bytes of a number of the float32 source.
+_PACKED = ("fp32", "fp16", "int8")
 _SOURCE = 4
 #: What sampling takes for each number of a logits row: float32 logits and float64 probabilities, twice.
 _SAMPLING = 20
@@ -62,7 +62,7 @@ class Load:
 
 def need(model: Description, weights: str, load: Load) -> Need:
     """What ``model`` needs with these ``weights``, one of fp32, bf16, fp16, int8."""
-    packed = model.ours and load.on_cpu and weights in _PACKING
+    packed = model.ours and load.on_cpu and weights in _PACKED
     held = _packed_bytes(model, weights) if packed else _dense_bytes(model, weights)
     return Need(
         weights=held,
@@ -70,6 +70,14 @@ def need(model: Description, weights: str, load: Load) -> Need:
         cache=cache_bytes(model, load.context, 4 if packed else _SIZES.get(weights, 2)) * load.batch,
         activations=_activations(model, load, 4 if packed else _SIZES.get(weights, 2)),
     )
+
+
+def step_bytes(model: Description, weights: str, on_cpu: bool) -> int:
+    """What one decode step reads: every weight but an embedding that is not the output layer too."""
+    held = need(model, weights, Load(1, 1, 1, on_cpu)).weights
+    if not model.ours or _is_tied(model):
+        return held
+    return held - _table_bytes(model, weights)
 
 
 def peak(target: Need, draft: Need | None) -> int:
@@ -139,13 +147,25 @@ def _table_bytes(model: Description, weights: str) -> int:
 def _packing_peak(model: Description, weights: str, held: int) -> int:
     """The output layer is packed last, beside the float32 embedding and all layers."""
     layers = _layer_bytes(model, weights)
-    embedding, head = math.prod(model.shapes["model.embed_tokens.weight"]), math.prod(_head(model))
+    embedding = math.prod(model.shapes["model.embed_tokens.weight"])
     source = 0 if model.floats_in_place else _SOURCE
     beside = 0 if _is_tied(model) else source * embedding
-    at_head = layers + beside + (_PACKING[weights] + source) * head
-    largest = max(sum(math.prod(model.shapes[f"{n}.weight"]) for n in names) for _, names in _products(model))
-    at_layer = layers + (_PACKING[weights] + _SOURCE - 2) * largest
+    at_head = layers + beside + source * math.prod(_head(model)) + _packing(_head(model), weights)
+    products = [(sum(s[0] for s in shapes), shapes[0][1]) for shapes in _parts(model)]
+    at_layer = layers + max(_SOURCE * math.prod(s) + _packing(s, weights) - _linear_bytes(s, weights) for s in products)
     return max(at_head, at_layer, held + source * embedding)
+
+
+def _parts(model: Description) -> list[list[Shape]]:
+    return [[model.shapes[f"{n}.weight"] for n in names] for _, names in _products(model)]
+
+
+def _packing(shape: Shape, weights: str) -> int:
+    """Most bytes in use beside the float32 source while a matrix is packed: see models/native/panels.py."""
+    outputs, inputs = shape
+    if weights == "int8":  # a copy; then, in whole groups, another, the quotients, and these rounded
+        return outputs * (4 * inputs + 9 * -(-inputs // _GROUP) * _GROUP)
+    return outputs * inputs * 8
 
 
 # --- any model --------------------------------------------------------------------------------------------------------
