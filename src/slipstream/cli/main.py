@@ -21,7 +21,9 @@ from slipstream.errors import InputError, SlipstreamError
 #: Name of a command, which is also its module's, and what it does. Adding a command is one file and one line here.
 COMMANDS = {
     "bench": "Measure what drafts gain on this machine, beside other engines.",
+    "cost": "Tell what a service costs with and without speculation.",
     "demo": "See it work: one answer on a small real model, plain and then speculative.",
+    "doctor": "Tell whether two models can work together, and what memory they need.",
     "generate": "Answer a prompt, speculatively.",
     "models": "List the models in the cache, or fetch one.",
 }

@@ -23,6 +23,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from slipstream.errors import InputError
 from slipstream.models.cache import Ahead, KeyValueCache
+from slipstream.models.heap import return_freed
 from slipstream.models.linear import Linear, activation_dtype, embedding_dtype, make_linear, stored_bytes
 from slipstream.models.native.panels import PanelLinear
 from slipstream.models.native.stack import Rows, Stack
@@ -310,6 +311,7 @@ class LlamaModel:
             for i, window in enumerate(windows)
         ]
         self._norm = dense("model.norm.weight")
+        return_freed()  # the output layer is the largest by far
         tied, before = bool(config.get("tie_word_embeddings")), self.weight_bytes
         embedding = dense("model.embed_tokens.weight")
         if not tied:

@@ -291,6 +291,13 @@ class _Folder:
 
     def config(self) -> Any:
         """The checkpoint's transformers configuration, of an architecture that can be decoded speculatively."""
+        stated, config = self.stated()
+        if reason := _foreign_head(stated) or _why_unusable(config):
+            raise InputError(f"{self.path} cannot be used: {reason}")
+        return config
+
+    def stated(self) -> tuple[dict[str, Any], Any]:
+        """config.json as it is written, and transformers' configuration, of any architecture that transformers has."""
         from transformers import CONFIG_MAPPING, AutoConfig
 
         if not self.path.is_dir():
@@ -303,14 +310,11 @@ class _Folder:
             why = "needs code of its own, which is not run" if "auto_map" in stated else "transformers does not know"
             raise InputError(f"{self.path} holds a model of type {kind!r}, which {why}: choose another model")
         try:
-            config = AutoConfig.from_pretrained(self.path, trust_remote_code=False)
+            return stated, AutoConfig.from_pretrained(self.path, trust_remote_code=False)
         except Exception as error:
             raise InputError(
                 f"{self.path / 'config.json'} cannot be used ({_first_line(error)}): repair or download it again"
             ) from error
-        if reason := _foreign_head(stated) or _why_unusable(config):
-            raise InputError(f"{self.path} cannot be used: {reason}")
-        return config
 
     def _json(self, file: str) -> dict[str, Any] | None:
         """What a JSON file of the folder holds; None if there is no such file."""
