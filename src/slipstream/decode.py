@@ -1,5 +1,8 @@
 """One round, and the loop: the only place that knows target and drafter together.
 
+A round has four parts: ``room`` to draft in, a draft of it ``usable``, a pass over what is ``unread``, and ``settle``.
+``Decoder.rounds`` runs them for one request; the engine runs each part for many requests before it goes on to the next.
+
 Invariant: after every round the target's cache holds all committed tokens but the last. So a round always feeds
 ``[last] + draft``, reading the prompt is the first round (with an empty draft), and plain decoding is a drafter that
 has nothing to propose.
@@ -8,7 +11,7 @@ has nothing to propose.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from time import perf_counter
 
@@ -23,9 +26,34 @@ from slipstream.types import Draft, Round, TokenLogprob
 from slipstream.verify import RULES, match, verify
 
 
+@dataclass
+class Progress:
+    """One request in the making."""
+
+    tokens: list[int]
+    """Prompt and committed output."""
+    cache: Cache
+    """The target's; between rounds it holds all of ``tokens`` but the last."""
+    ended: Callable[[int], bool]
+    done: bool = False
+
+    def unread(self, draft: Draft) -> list[int]:
+        """What the target has to read for a round with this draft."""
+        return [*self.tokens[self.cache.length :], *draft.tokens]
+
+
+@dataclass(frozen=True)
+class Clock:
+    """When a round began, when its draft was there, and how long the target took before ``settle``; in seconds."""
+
+    start: float
+    drafted: float
+    read: float
+
+
 @dataclass(frozen=True)
 class Decoder:
-    """The decoding of one request. All of its state is in ``rounds``: abandon that generator and nothing is left.
+    """How one request is decoded. All of its state is in a ``Progress``: drop that and nothing is left.
 
     ``max_length`` is the length of prompt + output at which the answer ends at the latest; no draft reaches beyond it.
     """
@@ -44,62 +72,91 @@ class Decoder:
             prompt: at least one token, fewer than ``max_length``.
             ended: called once with each new token, in order; True if the answer ends with it.
         """
-        tokens = list(prompt)
+        progress = self.begin(prompt, ended, self.target.new_cache())
         try:
-            yield from self._rounds(tokens, ended)
+            while not progress.done:
+                yield self._round(progress)
         finally:  # also when the generator is closed half-way
-            if hasattr(self.session, "close"):
-                self.session.close(tokens)
+            self.close(progress)
 
-    def _rounds(self, tokens: list[int], ended: Callable[[int], bool]) -> Iterator[Round]:
-        """The rounds themselves; the new tokens are added to ``tokens``."""
-        cache = self.target.new_cache()
+    def begin(self, prompt: Sequence[int], ended: Callable[[int], bool], cache: Cache) -> Progress:
+        """Nothing is read yet; ``cache`` is an empty one of the target's."""
+        progress = Progress(list(prompt), cache, ended)
+        self.share(progress)
+        return progress
+
+    def share(self, progress: Progress) -> None:
+        """Show the session the target's cache, if it wants to see it."""
         if share := getattr(self.session, "share", None):
-            share(cache)
-        done = False
-        while not done:
-            start = perf_counter()
-            draft = self._draft(tokens, cache)
-            drafted_at = perf_counter()
-            new, logits = self._verify(tokens, draft, cache)
-            verified_at = perf_counter()
-            kept: list[int] = []
-            while not done and len(kept) < len(new):
-                kept.append(new[len(kept)])
-                done = ended(kept[-1])
-            tokens += kept
-            cache.truncate(len(tokens) - 1)
-            yield Round(
-                tokens=tuple(kept),
-                num_drafted=len(draft.tokens),
-                num_accepted=min(len(new) - 1, len(kept)),
-                draft_seconds=drafted_at - start,
-                verify_seconds=verified_at - drafted_at,
-                total_seconds=perf_counter() - start,
-                logprobs=self._logprobs(logits, kept),
-            )
+            share(progress.cache)
 
-    def _draft(self, tokens: Sequence[int], cache: Cache) -> Draft:
-        """Ask for at most k tokens, and for none while the prompt is unread, so that the first token is not delayed."""
-        room = min(self.k, self.max_length - len(tokens) - 1)
-        if room <= 0 or cache.length < len(tokens) - 1:
-            return Draft()
-        draft = self.session.draft(tokens, room)
+    def close(self, progress: Progress) -> None:
+        """The request is over, or given up."""
+        if hasattr(self.session, "close"):
+            self.session.close(progress.tokens)
+
+    def room(self, progress: Progress) -> int:
+        """How many tokens may be drafted: none while the prompt is unread, so that the first token is not delayed."""
+        if progress.cache.length < len(progress.tokens) - 1:
+            return 0
+        return max(0, min(self.k, self.max_length - len(progress.tokens) - 1))
+
+    def usable(self, draft: Draft, asked: int) -> Draft:
+        """What of a draft of ``asked`` tokens can be verified.
+
+        Raises:
+            InputError: it has more tokens, or ids that do not exist.
+        """
         vocab = self.target.vocab_size
         if draft.probs is None:
             # The target may read ids that it cannot emit. With a one-hot q, cutting them off is rejecting them.
-            draft = Draft(tuple(takewhile(lambda t: t < vocab, draft.tokens)))
-        if len(draft.tokens) > room or not all(0 <= t < vocab for t in draft.tokens):
+            draft = replace(draft, tokens=tuple(takewhile(lambda t: t < vocab, draft.tokens)))
+        if len(draft.tokens) > asked or not all(0 <= t < vocab for t in draft.tokens):
             raise InputError(
-                f"{type(self.session).__name__} drafted {draft.tokens}; a draft has at most the {room} tokens asked "
+                f"{type(self.session).__name__} drafted {draft.tokens}; a draft has at most the {asked} tokens asked "
                 f"for, with ids below {vocab}; correct the drafter"
             )
         return draft
 
-    def _verify(self, tokens: list[int], draft: Draft, cache: Cache) -> tuple[list[int], Tensor]:
-        """The tokens that this round adds, and the target's logits at each slot, (k+1, V)."""
+    def settle(self, progress: Progress, draft: Draft, logits: Tensor, clock: Clock) -> Round:
+        """Verify the draft and commit what comes of it: accept, cut by the stop rules, roll the cache back.
+
+        Args:
+            progress: the draft has been read.
+            draft: a usable one, k tokens.
+            logits: the target's at each slot, (k+1, V).
+            clock: for the round's times.
+        """
+        began = perf_counter()
+        new = self._verified(progress.tokens, draft, logits)
+        verified = perf_counter()
+        kept: list[int] = []
+        while not progress.done and len(kept) < len(new):
+            kept.append(new[len(kept)])
+            progress.done = progress.ended(kept[-1])
+        progress.tokens += kept
+        progress.cache.truncate(len(progress.tokens) - 1)
+        return Round(
+            tokens=tuple(kept),
+            num_drafted=len(draft.tokens),
+            num_accepted=min(len(new) - 1, len(kept)),
+            draft_seconds=clock.drafted - clock.start,
+            verify_seconds=clock.read + verified - began,
+            logprobs=self._logprobs(logits, kept),
+            total_seconds=perf_counter() - clock.start,
+        )
+
+    def _round(self, progress: Progress) -> Round:
+        start = perf_counter()
+        asked = self.room(progress)
+        draft = self.usable(self.session.draft(progress.tokens, asked), asked) if asked else Draft()
+        drafted = perf_counter()
+        logits = feed(self.target, progress.unread(draft), progress.cache, len(draft.tokens) + 1)
+        return self.settle(progress, draft, logits, Clock(start, drafted, perf_counter() - drafted))
+
+    def _verified(self, tokens: list[int], draft: Draft, logits: Tensor) -> list[int]:
+        """The tokens that this round adds."""
         extended = [*tokens, *draft.tokens]
-        logits = feed(self.target, extended[cache.length :], cache, len(draft.tokens) + 1)
         probs = self.sampler.probs(logits, extended)
         if self.sampler.coupled:
             verdict = match(draft.tokens, lambda slot: self.sampler.draw(probs[slot], len(tokens) + slot))
@@ -112,7 +169,7 @@ class Decoder:
             # Behind tokens that stand, so plain decoding would be stuck here too: have the sampler say why.
             slot = int(unusable.long().argmax())
             self.sampler.probs(logits[slot : slot + 1], extended[: len(tokens) + slot])
-        return new, logits
+        return new
 
     def _logprobs(self, logits: Tensor, kept: Sequence[int]) -> tuple[TokenLogprob, ...] | None:
         count = self.sampler.params.logprobs
