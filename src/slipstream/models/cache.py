@@ -41,6 +41,12 @@ class KeyValueCache:
         """Number of positions there is room for."""
         return self._store.shape[3]
 
+    def place(self, store: Tensor) -> None:
+        """Live in ``store``, (layers, 2, kv_heads, capacity, head_dim), which holds what was there before."""
+        self._store = store
+        # Views made once: a decode step should not spend its time on slicing.
+        self._layers = [(keys, values) for keys, values in store]
+
     def reserve(self, length: int) -> None:
         """Make room for ``length`` positions."""
         capacity = self._store.shape[3]
@@ -50,9 +56,7 @@ class KeyValueCache:
         shape = (*self._store.shape[:3], grown, self._store.shape[4])
         store = torch.empty(shape, dtype=self._store.dtype, device=self._store.device)
         store[:, :, :, :capacity] = self._store
-        self._store = store
-        # Views made once: a decode step should not spend its time on slicing.
-        self._layers = [(keys, values) for keys, values in store]
+        self.place(store)
 
     def write(self, layer: int, start: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Write one layer's ``keys`` and ``values`` (kv_heads, n, head_dim) from position ``start`` on.
