@@ -22,7 +22,7 @@ from slipstream.drafters.base import DraftSession
 from slipstream.errors import InputError
 from slipstream.models.base import Cache, Model, feed
 from slipstream.sampling import Sampler
-from slipstream.types import Draft, Round, TokenLogprob
+from slipstream.types import Draft, DraftEnd, Round, TokenLogprob
 from slipstream.verify import RULES, match, verify
 
 
@@ -110,7 +110,8 @@ class Decoder:
         vocab = self.target.vocab_size
         if draft.probs is None:
             # The target may read ids that it cannot emit. With a one-hot q, cutting them off is rejecting them.
-            draft = replace(draft, tokens=tuple(takewhile(lambda t: t < vocab, draft.tokens)))
+            usable = sum(1 for _ in takewhile(lambda t: t < vocab, draft.tokens))
+            draft = first(draft, usable, "vocabulary")
         if len(draft.tokens) > asked or not all(0 <= t < vocab for t in draft.tokens):
             raise InputError(
                 f"{type(self.session).__name__} drafted {draft.tokens}; a draft has at most the {asked} tokens asked "
@@ -181,3 +182,16 @@ class Decoder:
             TokenLogprob(token, float(scores[i, token]), tuple(zip(ids[i].tolist(), values[i].tolist(), strict=True)))
             for i, token in enumerate(kept)
         )
+
+
+def first(draft: Draft, count: int, ended: DraftEnd) -> Draft:
+    """The first ``count`` tokens of a one-hot draft."""
+    if count >= len(draft.tokens):
+        return draft
+    return replace(
+        draft,
+        tokens=draft.tokens[:count],
+        ended=ended,
+        sources=draft.sources[:count],
+        confidence=draft.confidence[:count],
+    )

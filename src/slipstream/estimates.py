@@ -55,6 +55,11 @@ class Costs:
         """How many passes over one token are remembered."""
         return len(self._passes.get(1, ()))
 
+    @property
+    def measured(self) -> bool:
+        """Whether any pass is remembered."""
+        return bool(self._passes)
+
     def since_plain(self) -> int:
         """Rounds since the latest pass over one token; very many if there was none."""
         return self._rounds - self._seen.get(1, -(10**6))

@@ -67,6 +67,10 @@ class Continuing(DraftSession, Protocol):
     """Set by others; asked before each token with the number drafted so far in this round and the confidence of the
     next. False ends the draft, with ``ended="controller"``."""
 
+    copies: bool
+    """True: drafts cost next to nothing, and q is one-hot. So as many as may be are asked for, and what does not pay to
+    verify is left out."""
+
     def draft_after(self, tokens: Sequence[int], drafted: Sequence[int], k: int) -> Draft:
         """As ``draft``, behind ``drafted`` tokens that others propose in the same round and that may yet be rejected.
 

@@ -62,6 +62,7 @@ class _Path:
 class SuffixSession:
     """An automaton of the committed tokens; drafts, of whomever, leave nothing in it."""
 
+    copies = True
     gate: Callable[[int, float], bool] | None = None
     """Asked before each token with the number drafted so far and the token's confidence; False ends the draft."""
 
