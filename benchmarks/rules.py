@@ -115,7 +115,7 @@ def show(rows: dict[int, dict[str, Any]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("target")
-    parser.add_argument("--draft", required=True, help="a model, or ngram")
+    parser.add_argument("--draft", required=True, help="a model, or suffix")
     parser.add_argument("-k", dest="ks", default="4,8")
     parser.add_argument("--prompts", help="as in slipstream bench (default: the package's own)")
     parser.add_argument("--limit", type=int)
@@ -131,7 +131,7 @@ def main() -> None:
     if given.threads is not None:
         torch.set_num_threads(given.threads)
     target = load_model(given.target, weights=given.weights)
-    draft = given.draft if given.draft == "ngram" else load_model(given.draft, weights=given.draft_weights)
+    draft = given.draft if given.draft == "suffix" else load_model(given.draft, weights=given.draft_weights)
     prompts = encoded(read_prompts(given.prompts, given.limit), target.tokenizer, given.target)
     rows = {}
     for k in map(int, given.ks.split(",")):

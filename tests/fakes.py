@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from slipstream.controller import Controller, make_policy
 from slipstream.decode import Decoder
 from slipstream.drafters import Drafter
 from slipstream.errors import InputError
@@ -352,7 +353,8 @@ def start(
     drafter: Drafter,
     prompt: Sequence[int],
     *,
-    k: int = 4,
+    k: Any = 4,
+    controller: Controller | None = None,
     stop_ids: Sequence[int] = (),
     seed: int = 0,
     coupled: bool = False,
@@ -363,7 +365,10 @@ def start(
     given = SamplingParams(**params)
     sampler = Sampler(given, len(prompt), stop_ids, seed, coupled=coupled)
     limit = min(len(prompt) + given.max_new_tokens, target.max_positions or 10**9)
-    return Decoder(target, drafter.start(sampler), sampler, k, limit, rule)
+    session = drafter.start(sampler)
+    if controller is None:
+        controller = make_policy(k).start(session, drafter.name, repeatable=False, isolated=False)
+    return Decoder(target, session, sampler, controller, limit, rule, drafter.name)
 
 
 def decode(target: Any, drafter: Drafter, prompt: Sequence[int], **settings: Any) -> tuple[list[int], list[Round]]:

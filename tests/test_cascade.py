@@ -110,23 +110,23 @@ def test_why_a_cascade_ends() -> None:
     assert ended(writer(), copier((3, [0.9]))) == ((1,), "no match")
     assert ended(writer(), copier()) == ((), "no match")
     assert ended(copier((3, [0.9])), ForcedDrafter(lambda tokens, k: [])) == ((1,), "no match")
-    assert ended(copier((3, [0.9, 0.2])), copier(), gate=lambda n, c: True) == ((1,), "no match")
-    assert ended(copier((3, [0.9] * 9)), writer(), gate=lambda n, c: n < 2) == ((1, 1), "controller")
-    assert ended(copier((3, [0.9])), writer(), gate=lambda n, c: n < 3) == ((1, 2, 2), "controller")
-    assert ended(copier((3, [0.9])), writer(), gate=lambda n, c: c > 0.5) == ((1,), "controller")
+    assert ended(copier((3, [0.9, 0.2])), copier(), gate=lambda n, c, _: True) == ((1,), "no match")
+    assert ended(copier((3, [0.9] * 9)), writer(), gate=lambda n, c, _: n < 2) == ((1, 1), "controller")
+    assert ended(copier((3, [0.9])), writer(), gate=lambda n, c, _: n < 3) == ((1, 2, 2), "controller")
+    assert ended(copier((3, [0.9])), writer(), gate=lambda n, c, _: c > 0.5) == ((1,), "controller")
 
 
 def test_the_gate_hears_the_place_in_the_whole_draft() -> None:
     heard = []
     one = CascadeDrafter([copier((3, [0.9, 0.8, 0.5]), (6, [0.95])), writer()], min_confidence=0.7).start(sampler())
-    one.gate = lambda number, sure: heard.append((number, sure)) or True  # type: ignore[func-returns-value]
+    one.gate = lambda number, sure, _: heard.append((number, sure)) or True  # type: ignore[func-returns-value]
     one.draft([5, 6, 7], 5)
     assert heard == [(0, 0.9), (1, 0.8), (2, 0.3), (3, 0.95), (4, 0.3)]
 
 
 def test_a_gate_that_was_taken_away_is_not_asked() -> None:
     one = CascadeDrafter([copier((3, [0.9] * 9)), writer()]).start(sampler())
-    one.gate = lambda number, sure: False
+    one.gate = lambda number, sure, _: False
     assert one.draft([5, 6, 7], 2).tokens == ()
     one.gate = None
     assert one.draft([5, 6, 7], 2).tokens == (1, 1)
@@ -152,7 +152,7 @@ def test_cascades_in_a_cascade() -> None:
     heard = []
     inner = CascadeDrafter([copier((4, [0.9])), writer()])
     one = CascadeDrafter([copier((3, [0.9])), inner]).start(sampler())
-    one.gate = lambda number, sure: heard.append(number) or True  # type: ignore[func-returns-value]
+    one.gate = lambda number, sure, _: heard.append(number) or True  # type: ignore[func-returns-value]
     draft = one.draft([5, 6, 7], 4)
     assert draft.tokens == (1, 1, 2, 2)
     assert draft.sources == ("copier", "copier", "writer", "writer")

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from slipstream.controller import Policy
 from slipstream.decode import Decoder
 from slipstream.drafters.base import Drafter
 from slipstream.errors import InputError
@@ -45,7 +46,7 @@ class Setting:
 
     target: Model
     drafter: Drafter
-    k: int
+    policy: Policy
     tokenizer: Any | None
     rule: str
     coupled: bool
@@ -64,7 +65,11 @@ class Setting:
             max_tokens=limit - len(prompt),
             tokenizer=self.tokenizer,
         )
-        decoder = Decoder(target, self.drafter.start(sampler), sampler, self.k, limit, self.rule)
+        session = self.drafter.start(sampler)
+        controller = self.policy.start(
+            session, self.drafter.name, repeatable=repeatable(params, coupled=self.coupled), isolated=not params.share
+        )
+        decoder = Decoder(target, session, sampler, controller, limit, self.rule, self.drafter.name)
         return decoder, Answer(ending, prompt, index, wants_logprobs=params.logprobs is not None)
 
 
@@ -117,6 +122,11 @@ class Answer:
             stats=count_rounds(rounds),
             index=self._index,
         )
+
+
+def repeatable(params: SamplingParams, *, coupled: bool) -> bool:
+    """Whether k must not depend on clocks or on other requests, lest other random numbers meet the same tokens."""
+    return params.seed is not None and params.temperature > 0 and not coupled
 
 
 def _seed(params: SamplingParams, index: int) -> int:

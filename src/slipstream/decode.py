@@ -1,6 +1,6 @@
 """One round, and the loop: the only place that knows target and drafter together.
 
-A round has four parts: ``room`` to draft in, a draft of it ``usable``, a pass over what is ``unread``, and ``settle``.
+A round has four parts: ``ask`` for how many tokens, draft and ``cut``, read what is ``unread``, ``settle``.
 ``Decoder.rounds`` runs them for one request; the engine runs each part for many requests before it goes on to the next.
 
 Invariant: after every round the target's cache holds all committed tokens but the last. So a round always feeds
@@ -11,13 +11,14 @@ has nothing to propose.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from time import perf_counter
 
 import torch
 from torch import Tensor
 
+from slipstream.controller import Controller, Played
 from slipstream.drafters.base import DraftSession
 from slipstream.errors import InputError
 from slipstream.models.base import Cache, Model, feed
@@ -35,11 +36,24 @@ class Progress:
     cache: Cache
     """The target's; between rounds it holds all of ``tokens`` but the last."""
     ended: Callable[[int], bool]
+    reading: bool
+    """Whether the next round is the first one, which reads the prompt."""
     done: bool = False
 
     def unread(self, draft: Draft) -> list[int]:
         """What the target has to read for a round with this draft."""
         return [*self.tokens[self.cache.length :], *draft.tokens]
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """A draft as it is to be verified, and how it came about."""
+
+    asked: int = 0
+    """The most tokens that the drafter was asked for; 0: it was not asked."""
+    whole: Draft = field(default_factory=Draft)
+    """Before the controller cut it."""
+    draft: Draft = field(default_factory=Draft)
 
 
 @dataclass(frozen=True)
@@ -61,9 +75,11 @@ class Decoder:
     target: Model
     session: DraftSession
     sampler: Sampler
-    k: int
+    controller: Controller
     max_length: int
     rule: str = RULES[0]
+    drafter: str = ""
+    """What statistics call the source of drafts that name none."""
 
     def rounds(self, prompt: Sequence[int], ended: Callable[[int], bool]) -> Iterator[Round]:
         """Generate until ``ended`` says so.
@@ -81,8 +97,10 @@ class Decoder:
 
     def begin(self, prompt: Sequence[int], ended: Callable[[int], bool], cache: Cache) -> Progress:
         """Nothing is read yet; ``cache`` is an empty one of the target's."""
-        progress = Progress(list(prompt), cache, ended)
+        progress = Progress(list(prompt), cache, ended, reading=len(prompt) > 1)
         self.share(progress)
+        if self.controller.gated and hasattr(self.session, "gate"):
+            self.session.gate = self.controller.goes_on
         return progress
 
     def share(self, progress: Progress) -> None:
@@ -97,12 +115,15 @@ class Decoder:
 
     def room(self, progress: Progress) -> int:
         """How many tokens may be drafted: none while the prompt is unread, so that the first token is not delayed."""
-        if progress.cache.length < len(progress.tokens) - 1:
-            return 0
-        return max(0, min(self.k, self.max_length - len(progress.tokens) - 1))
+        return 0 if progress.reading else max(0, self.max_length - len(progress.tokens) - 1)
 
-    def usable(self, draft: Draft, asked: int) -> Draft:
-        """What of a draft of ``asked`` tokens can be verified.
+    def ask(self, progress: Progress) -> int:
+        """How many tokens to draft at most."""
+        room = self.room(progress)
+        return self.controller.ask(room, len(progress.tokens)) if room else 0
+
+    def cut(self, draft: Draft, asked: int) -> Proposal:
+        """What of a draft of ``asked`` tokens is to be verified: what the target can emit, and what pays.
 
         Raises:
             InputError: it has more tokens, or ids that do not exist.
@@ -111,49 +132,58 @@ class Decoder:
         if draft.probs is None:
             # The target may read ids that it cannot emit. With a one-hot q, cutting them off is rejecting them.
             usable = sum(1 for _ in takewhile(lambda t: t < vocab, draft.tokens))
-            draft = first(draft, usable, "vocabulary")
+            draft = _first(draft, usable, "vocabulary")
         if len(draft.tokens) > asked or not all(0 <= t < vocab for t in draft.tokens):
             raise InputError(
                 f"{type(self.session).__name__} drafted {draft.tokens}; a draft has at most the {asked} tokens asked "
                 f"for, with ids below {vocab}; correct the drafter"
             )
-        return draft
+        if draft.probs is not None or not draft.tokens:  # drawn tokens must not be dropped
+            return Proposal(asked, draft, draft)
+        return Proposal(asked, draft, _first(draft, self.controller.keep(draft), "controller"))
 
-    def settle(self, progress: Progress, draft: Draft, logits: Tensor, clock: Clock) -> Round:
+    def settle(self, progress: Progress, proposal: Proposal, logits: Tensor, clock: Clock) -> Round:
         """Verify the draft and commit what comes of it: accept, cut by the stop rules, roll the cache back.
 
         Args:
             progress: the draft has been read.
-            draft: a usable one, k tokens.
+            proposal: with a draft of k tokens.
             logits: the target's at each slot, (k+1, V).
             clock: for the round's times.
         """
-        began = perf_counter()
+        began, draft = perf_counter(), proposal.draft
         new = self._verified(progress.tokens, draft, logits)
-        verified = perf_counter()
+        clock = replace(clock, read=clock.read + perf_counter() - began)
+        if not progress.reading:
+            self.controller.learn(_played(progress, proposal, new, clock))
         kept: list[int] = []
         while not progress.done and len(kept) < len(new):
             kept.append(new[len(kept)])
             progress.done = progress.ended(kept[-1])
         progress.tokens += kept
         progress.cache.truncate(len(progress.tokens) - 1)
+        progress.reading = False
         return Round(
             tokens=tuple(kept),
             num_drafted=len(draft.tokens),
             num_accepted=min(len(new) - 1, len(kept)),
             draft_seconds=clock.drafted - clock.start,
-            verify_seconds=clock.read + verified - began,
+            verify_seconds=clock.read,
             logprobs=self._logprobs(logits, kept),
             total_seconds=perf_counter() - clock.start,
+            k=proposal.asked,
+            ended=draft.ended if proposal.asked else None,
+            sources=draft.sources or (self.drafter,) * len(draft.tokens),
         )
 
     def _round(self, progress: Progress) -> Round:
         start = perf_counter()
-        asked = self.room(progress)
-        draft = self.usable(self.session.draft(progress.tokens, asked), asked) if asked else Draft()
+        asked = self.ask(progress)
+        proposal = self.cut(self.session.draft(progress.tokens, asked), asked) if asked else Proposal()
         drafted = perf_counter()
-        logits = feed(self.target, progress.unread(draft), progress.cache, len(draft.tokens) + 1)
-        return self.settle(progress, draft, logits, Clock(start, drafted, perf_counter() - drafted))
+        unread, slots = progress.unread(proposal.draft), len(proposal.draft.tokens) + 1
+        logits = feed(self.target, unread, progress.cache, slots)
+        return self.settle(progress, proposal, logits, Clock(start, drafted, perf_counter() - drafted))
 
     def _verified(self, tokens: list[int], draft: Draft, logits: Tensor) -> list[int]:
         """The tokens that this round adds."""
@@ -184,7 +214,7 @@ class Decoder:
         )
 
 
-def first(draft: Draft, count: int, ended: DraftEnd) -> Draft:
+def _first(draft: Draft, count: int, ended: DraftEnd) -> Draft:
     """The first ``count`` tokens of a one-hot draft."""
     if count >= len(draft.tokens):
         return draft
@@ -194,4 +224,17 @@ def first(draft: Draft, count: int, ended: DraftEnd) -> Draft:
         ended=ended,
         sources=draft.sources[:count],
         confidence=draft.confidence[:count],
+    )
+
+
+def _played(progress: Progress, proposal: Proposal, new: Sequence[int], clock: Clock) -> Played:
+    """The round as a controller learns from it, before stop rules cut it."""
+    return Played(
+        length=len(progress.tokens),
+        asked=proposal.asked,
+        draft=proposal.whole,
+        kept=len(proposal.draft.tokens),
+        tokens=tuple(new),
+        draft_seconds=clock.drafted - clock.start,
+        verify_seconds=clock.read,
     )

@@ -7,29 +7,26 @@ it, draft models draft for all requests in lock step. Requests join and leave be
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from threading import Lock
 from time import perf_counter
-from typing import Any
+from typing import cast
 
 from torch import Tensor
 
 from slipstream.answers import Setting, check_prompt
-from slipstream.decode import first
-from slipstream.drafters.base import Drafter
+from slipstream.controller import make_policy
+from slipstream.decode import Proposal
 from slipstream.errors import InputError
-from slipstream.goodput import MOST, Candidate, Goodput
+from slipstream.goodput import MOST, BatchController, Goodput
 from slipstream.job import Job
 from slipstream.lockstep import Passes, together
-from slipstream.models.base import Model, forward_each
+from slipstream.models.base import forward_each
 from slipstream.sampling import validate
 from slipstream.seats import Limits, Seats, models_of
-from slipstream.types import Draft, Event, Request
-from slipstream.verify import RULES
+from slipstream.types import Draft, Event, Output, Request
 
-#: k of a seeded sampled request that does not say: it must not depend on what else is going on.
-REPEATABLE = 4
 #: Rows that are left for reading prompts however many requests are decoding.
 _LEAST_READING = 16
 #: A draft model that has missed more than this reads it part by part first.
@@ -44,56 +41,55 @@ class _Plan:
     """Those that have a round."""
     reading: dict[Job, int]
     """Those that read so many more tokens first."""
-    catching_up: dict[Job, int] = field(default_factory=dict)
+    catching_up: dict[Job, int]
     """Those whose draft models do."""
     asked: dict[Job, int] = field(default_factory=dict)
-    """How many tokens each is to draft with passes of its drafter's."""
-    drafts: dict[Job, Draft] = field(default_factory=dict)
+    """How many tokens each is to draft."""
+    proposals: dict[Job, Proposal] = field(default_factory=dict)
+    failed: dict[Job, Exception] = field(default_factory=dict)
 
     def without(self, job: Job) -> None:
         """Leave it out."""
         if job in self.deciding:
             self.deciding.remove(job)
-        for jobs in (self.reading, self.catching_up, self.asked, self.drafts):
-            jobs.pop(job, None)  # type: ignore[attr-defined]
+        for jobs in (self.reading, self.catching_up, self.asked):
+            jobs.pop(job, None)
+        self.proposals.pop(job, None)
+
+    def fail(self, job: Job, error: Exception) -> None:
+        """Leave it out for good."""
+        self.without(job)
+        self.failed[job] = error
 
     def rows(self, job: Job) -> int:
-        """How many tokens the target reads for it."""
-        drafted = len(self.drafts[job].tokens) if job in self.drafts else self.asked.get(job, 0)
-        return self.reading.get(job, 0) or (1 + drafted)
+        """How many tokens the target reads for it at most."""
+        if job in self.proposals:
+            return 1 + len(self.proposals[job].draft.tokens)
+        return self.reading.get(job, 1 + self.asked.get(job, 0))
 
 
 class Engine:
-    """Answers requests with ``target``, drafts by ``drafter``.
+    """Answers many requests.
 
     With the native kernels, all requests' tokens are rows of one pass, and what a request is answered has the same bits
     alone and in any company. Other models run one request after the other within a step.
 
     Args:
-        target: any model.
-        drafter: what ``make_drafter`` returns.
-        tokenizer: for text and stop strings; None for the target's.
-        rule: accept rule.
-        coupled: random numbers belong to positions, see ``SpeculativeDecoding(bit_exact=True)``.
+        setting: models, drafter, and what else the answers have in common. Of its policies of k, ``Goodput`` chooses
+            over the whole batch; others choose for each request by itself.
         limits: of memory and of work in a step.
 
     ``add`` and ``abort`` may be called from any thread, ``step`` by one at a time.
+
+    Raises:
+        InputError: the memory is not enough for anything, or the target cannot roll back.
     """
 
-    def __init__(
-        self,
-        target: Model,
-        drafter: Drafter,
-        *,
-        tokenizer: Any | None = None,
-        rule: str = RULES[0],
-        coupled: bool = False,
-        limits: Limits | None = None,
-    ) -> None:
+    def __init__(self, setting: Setting, limits: Limits | None = None) -> None:
+        self.setting = setting
         self.limits = limits or Limits()
-        self.setting = Setting(target, drafter, MOST, tokenizer or target.tokenizer, rule, coupled)
-        self.seats = Seats(target, models_of(drafter), self.limits)
-        self._goodput = Goodput()
+        self.seats = Seats(setting.target, models_of(setting.drafter), self.limits)
+        self._goodput = setting.policy if isinstance(setting.policy, Goodput) else Goodput()
         self._lock, self._stepping = Lock(), Lock()
         self._added: deque[Job] = deque()
         self._aborted: set[int] = set()
@@ -112,25 +108,17 @@ class Engine:
         """
         validate(request.params, self.setting.target.vocab_size)
         check_prompt(request.prompt, self.setting.target)
-        if request.k is not None and (type(request.k) is not int or request.k < 0):
-            raise InputError(f"k={request.k!r} is not a number of draft tokens; use None, 0 or a positive integer")
-        decoder, answer = self.setting.start(tuple(request.prompt), request.params, request.index)
+        setting = self.setting if request.k is None else replace(self.setting, policy=make_policy(request.k))
+        decoder, answer = setting.start(tuple(request.prompt), request.params, request.index)
         if decoder.max_length > self.seats.positions:
             raise InputError(
                 f"prompt and answer of up to {decoder.max_length} tokens do not fit the {self.seats.positions} that "
                 "memory= has room for; lower max_new_tokens or raise memory="
             )
-        sampler = decoder.sampler
-        repeatable = request.params.seed is not None and not (sampler.greedy or sampler.coupled)
-        adapts = request.k is None and not repeatable
-        k = request.k if request.k is not None else REPEATABLE if repeatable else MOST
-        progress = decoder.begin(request.prompt, answer.push, None)
+        progress = decoder.begin(request.prompt, answer.push, setting.target.new_cache())
         with self._lock:
             self._count += 1
-            acceptance = self._goodput.start()
-            self._added.append(
-                Job(self._count, request, replace(decoder, k=k), answer, acceptance, adapts, progress)
-            )
+            self._added.append(Job(self._count, request, decoder, answer, progress))
             self._open.add(self._count)
             return self._count
 
@@ -142,6 +130,32 @@ class Engine:
             self._aborted.add(request)
             return True
 
+    def answers(self, requests: Sequence[Request]) -> list[Output]:
+        """The outputs of ``requests``, in their order; the first failure is raised, and ends everything.
+
+        For an engine that nobody else uses.
+
+        Raises:
+            InputError: a request that cannot be answered.
+            ModelError: the target broke down.
+        """
+        ids: list[int] = []
+        outputs: dict[int, Output] = {}
+        try:
+            ids += [self.add(request) for request in requests]
+            while not outputs.keys() >= set(ids):
+                for event in self.step():
+                    if event.error is not None:
+                        raise event.error
+                    if event.output is not None:
+                        outputs[event.id] = event.output
+        except BaseException:
+            with self._lock:
+                self._aborted |= self._open
+            self._take_in()
+            raise
+        return [outputs[one] for one in ids]
+
     @property
     def unfinished(self) -> int:
         """How many requests have not had their last event."""
@@ -152,11 +166,12 @@ class Engine:
         """One round of everything; what it brought."""
         with self._stepping:
             events = self._take_in()
-            self._admit()
+            events += self._admit()
             plan = self._planned()
             self._ask(plan)
             self._fit(plan)
-            events += self._draft(plan)
+            self._draft(plan)
+            events += [self._end(job, error) for job, error in plan.failed.items()]
             return events + self._read(plan)
 
     # --- joining and leaving ------------------------------------------------------------------------------------------
@@ -170,17 +185,23 @@ class Engine:
         over = [job for job in [*self._running, *self._waiting] if job.id in aborted or job.answer.over]
         return [self._end(job) for job in over]
 
-    def _admit(self) -> None:
+    def _admit(self) -> list[Event]:
         """Give those who wait a place, in their order; who had better wait lets others go first."""
+        failed: list[Event] = []
         for job in list(self._waiting):
             if len(self._running) >= self.limits.requests:
-                return
+                break
             if self.seats.better_waits(job, self._running):
                 continue
-            if not self.seats.take(job):
-                return
+            try:
+                if not self.seats.take(job):
+                    break
+            except Exception as error:
+                failed.append(self._end(job, error))
+                continue
             self._waiting.remove(job)
             self._running.append(job)
+        return failed
 
     def _preempt(self, job: Job, plan: _Plan) -> None:
         """Back to the head of the queue; what it had read is read again later."""
@@ -210,11 +231,11 @@ class Engine:
     def _planned(self) -> _Plan:
         """Who reads how much of what it has missed, the shortest first; who has missed nothing has a round."""
         missing = {job: job.missing for job in self._running}
-        plan = _Plan([job for job in self._running if missing[job] <= 0], {})
-        readers = sorted((job for job in self._running if missing[job] > 0), key=lambda job: missing[job])
+        plan = _Plan([job for job in self._running if missing[job] <= 0], {}, {})
+        behind = sorted((job for job in self._running if missing[job] > 0), key=lambda job: missing[job])
         left = max(self.limits.rows - len(plan.deciding), _LEAST_READING)
-        for done, job in enumerate(readers):
-            count = min(missing[job], max(1, left // (len(readers) - done)))
+        for done, job in enumerate(behind):
+            count = min(missing[job], max(1, left // (len(behind) - done)))
             plan.reading[job] = count
             left -= count
             if not job.adapts or self._goodput.pays:
@@ -223,40 +244,112 @@ class Engine:
 
     def _ask(self, plan: _Plan) -> None:
         """Decide on k for those who have a round. If its draft model has missed much, that comes first."""
-        adapting: dict[Job, Candidate] = {}
+        rooms = {job: min(job.decoder.room(job.progress), MOST) for job in plan.deciding if job.adapts}
+        rooms = {job: room for job, room in rooms.items() if room}
+        copied = {job: self._copied(job, room, plan) for job, room in rooms.items() if job.copies}
+        controllers, rates = [], []
+        for job, room in rooms.items():
+            controller = cast(BatchController, job.decoder.controller)
+            controllers.append(controller)
+            rates.append(controller.rates(room, copied.get(job)))
+        others = sum(plan.reading.values()) + len(plan.deciding) - len(rooms)
+        self._goodput.choose(controllers, rates, others, free=len(copied) == len(rooms))
         for job in list(plan.deciding):
-            if not job.adapts:
-                plan.asked[job] = job.room
-            elif room := job.room:
-                copied = self._copied(job, min(room, MOST), plan) if job.copies else None
-                if job in plan.deciding:
-                    adapting[job] = Candidate(job.acceptance, room, job.rounds_without, copied)
-        others = sum(plan.reading.values()) + len(plan.deciding) - len(adapting)
-        for (job, one), k in zip(adapting.items(), self._goodput.ks(list(adapting.values()), others), strict=True):
-            if one.copied is not None:
-                plan.drafts[job] = first(one.copied, k, "controller")
-            else:
-                plan.asked[job] = k
-        behind = [job for job, k in plan.asked.items() if k and job.draft_behind() > _LITTLE]
+            try:
+                if job in copied:
+                    plan.proposals[job] = job.decoder.cut(copied[job], rooms[job])
+                elif k := job.decoder.ask(job.progress):
+                    plan.asked[job] = k
+            except Exception as error:
+                plan.fail(job, error)
+        self._let_catch_up(plan)
+
+    def _let_catch_up(self, plan: _Plan) -> None:
+        behind = []
+        for job in list(plan.asked):
+            try:
+                if job.draft_behind() > _LITTLE:
+                    behind.append(job)
+            except Exception as error:
+                plan.fail(job, error)
         for job in behind:
-            plan.asked[job] = 0
+            del plan.asked[job]
             plan.catching_up[job] = max(_LEAST_READING, self.limits.rows // len(behind))
             if not job.adapts:  # it has to draft, lest what it answers depend on when others came
                 plan.deciding.remove(job)
 
-    def _copied(self, job: Job, k: int, plan: _Plan) -> Draft:
+    def _copied(self, job: Job, room: int, plan: _Plan) -> Draft:
+        """What it would copy, if all of it were to be verified."""
         start = perf_counter()
-        draft = Draft()
         try:
-            draft = job.decoder.usable(job.decoder.session.draft(job.tokens, k), k)
+            return job.decoder.session.draft(job.tokens, room)
         except Exception as error:
-            self._failed[job] = error
-            plan.without(job)
-        job.draft_seconds += perf_counter() - start
-        return draft
+            plan.fail(job, error)
+            return Draft()
+        finally:
+            job.draft_seconds += perf_counter() - start
 
     def _fit(self, plan: _Plan) -> None:
         """Make room for what each will read, the oldest first; for that, the youngest may lose their places."""
         for job in list(self._running):
             while job in self._running and not self.seats.grow(job, job.cache.length + plan.rows(job)):
                 self._preempt(self._running[-1], plan)
+
+    # --- working ------------------------------------------------------------------------------------------------------
+
+    def _draft(self, plan: _Plan) -> None:
+        """Draft for those who have a round, and let draft models read along."""
+        start = perf_counter()
+        steps: dict[Job, Passes] = {job: job.draft(k) for job, k in plan.asked.items()}
+        steps |= {job: job.catch_up(count) for job, count in plan.catching_up.items() if job not in steps}
+        passes: list[float] = []
+
+        def took(rows: int, seconds: float) -> None:
+            passes.append(seconds)
+            self._goodput.took_draft(rows, seconds)
+
+        for job, found in together(steps, self.seats.fits, took).items():
+            if isinstance(found, Exception):
+                plan.fail(job, found)
+            elif job in plan.asked and found is not None:
+                plan.proposals[job] = found
+        taken = perf_counter() - start
+        drafted = sum(len(plan.proposals[job].whole.tokens) for job in plan.asked if job in plan.proposals)
+        if drafted:
+            self._goodput.took_each(drafted, taken - sum(passes))
+        for job in steps:
+            job.draft_seconds += taken
+
+    def _read(self, plan: _Plan) -> list[Event]:
+        """The target's pass, and what comes of it."""
+        items = {job: job.chunk(count) for job, count in plan.reading.items()}
+        items |= {job: job.verification(plan.proposals.get(job, Proposal())) for job in plan.deciding}
+        if not items:
+            return []
+        start = perf_counter()
+        logits = forward_each(self.setting.target, list(items.values()))
+        taken = perf_counter() - start
+        self._goodput.took(sum(len(item.tokens) for item in items.values()), taken)
+        events: list[Event] = []
+        for (job, item), rows in zip(items.items(), logits, strict=True):
+            job.read_seconds += taken
+            if isinstance(rows, Exception):
+                events.append(self._end(job, rows))
+                continue
+            if job in plan.reading:
+                self.seats.keep(job)
+            if item.num_logits and not self._is_aborted(job):
+                events.append(self._settled(job, plan.proposals.get(job, Proposal()), rows))
+        return events
+
+    def _is_aborted(self, job: Job) -> bool:
+        with self._lock:
+            return job.id in self._aborted
+
+    def _settled(self, job: Job, proposal: Proposal, logits: Tensor) -> Event:
+        try:
+            done = job.settle(proposal, logits)
+        except Exception as error:
+            return self._end(job, error)
+        piece = job.answer.add(done)
+        return replace(self._end(job), piece=piece) if job.answer.over else Event(job.id, piece)

@@ -7,12 +7,12 @@ limit, so as the batch fills, k falls by itself, first where acceptance is low.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from operator import mul
 
+from slipstream.controller import Adaptive, Controller, Played
 from slipstream.estimates import OF_ALL, OF_REQUEST, Acceptance, Costs, Mean, Prior
-from slipstream.types import Draft, Round
+from slipstream.types import Draft
 
 #: The longest draft.
 MOST = 16
@@ -65,49 +65,101 @@ def choose(rates: Sequence[Sequence[float]], others: int, verify: PassCost, draf
     return ks
 
 
-@dataclass(frozen=True)
-class Candidate:
-    """A request that may draft."""
+class BatchController:
+    """One request's part in the choice: what it knows of its drafts, and the k that was chosen for its next round."""
 
-    acceptance: Acceptance
-    room: int
-    rounds_without: int
-    copied: Draft | None = None
-    """Its draft, if that cost nothing and is there already."""
+    gated = False
 
-    def rates(self) -> list[float]:
-        """Acceptance at each position, given the ones before."""
-        if self.copied is None:
-            return self.acceptance.positions(min(self.room, MOST))
-        if self.copied.confidence:
-            return [self.acceptance.given(sure) for sure in self.copied.confidence]
-        return self.acceptance.positions(len(self.copied.tokens))
+    def __init__(self, knowledge: Goodput, *, isolated: bool) -> None:
+        self._knowledge = knowledge
+        self._isolated = isolated
+        self._acceptance = Acceptance(Prior() if isolated else knowledge.prior(), OF_REQUEST)
+        self._resting = 0
+        self.k = 0
+
+    def rates(self, room: int, copied: Draft | None) -> list[float]:
+        """Acceptance at each position of a draft, given the ones before; of a copied one, of each of its tokens."""
+        if copied is None:
+            return self._acceptance.positions(min(room, MOST))
+        if copied.confidence:
+            return [self._acceptance.given(sure) for sure in copied.confidence]
+        return self._acceptance.positions(len(copied.tokens))
+
+    def choose(self, k: int, *, probe: bool) -> None:
+        """The k of the next round; if it is 0 for long, 1 now and then."""
+        self.k = 1 if not k and probe and self._resting >= PROBE else k
+
+    def ask(self, room: int, length: int) -> int:
+        """What was chosen."""
+        return min(self.k, room)
+
+    def goes_on(self, drafted: int, confidence: float, source: str = "", /) -> bool:
+        """Always."""
+        return True
+
+    def keep(self, draft: Draft) -> int:
+        """What was chosen."""
+        return self.k
+
+    def learn(self, played: Played) -> None:
+        """A round is over."""
+        self._resting = 0 if played.kept else self._resting + 1
+        self._see(self._acceptance, played)
+        if not self._isolated:
+            self._see(self._knowledge.acceptance, played)
+        if not played.kept:
+            self._acceptance.rest()
+
+    @staticmethod
+    def _see(acceptance: Acceptance, played: Played) -> None:
+        for at in range(min(played.accepted + 1, played.kept)):
+            sure = played.draft.confidence[at] if at < len(played.draft.confidence) else None
+            acceptance.verified(at, sure, float(at < played.accepted))
+        acceptance.end_round()
 
 
 class Goodput:
-    """What passes cost here and how drafts fare, and the k that follows from it."""
+    """What passes cost here and how drafts fare, and the k that follows from it: the policy of a batch.
 
-    def __init__(self) -> None:
-        self._verify, self._draft = Costs(1.0), Costs(1.0)
+    Args:
+        costs: of the target's passes and of the draft model's; learned, if not given.
+    """
+
+    name = "goodput"
+
+    def __init__(self, costs: tuple[Costs, Costs] | None = None) -> None:
+        self._verify, self._draft = costs or (Costs(1.0), Costs(1.0))
         self._each = Mean()
-        self._acceptance = Acceptance(Prior(), OF_ALL)
+        self.acceptance = Acceptance(Prior(), OF_ALL)
         self.pays = True
         """Whether anybody drafts."""
 
-    def start(self) -> Acceptance:
-        """What a new request expects."""
-        return Acceptance(self._acceptance.summary(_PRIOR_WEIGHT), OF_REQUEST)
+    def start(self, session: object, drafter: str, *, repeatable: bool, isolated: bool) -> Controller:
+        """Begin one request. If it has to repeat, k is its own matter."""
+        if repeatable:
+            return Adaptive().start(session, drafter, repeatable=True, isolated=isolated)
+        return BatchController(self, isolated=isolated)
 
-    def ks(self, candidates: Sequence[Candidate], others: int) -> list[int]:
-        """k of each; ``others`` are rows that are in the pass anyway."""
-        copying = all(one.copied is not None for one in candidates)
-        ks = choose([one.rates() for one in candidates], others, self._verify.of, None if copying else self._step)
-        if candidates:
+    def prior(self) -> Prior:
+        """What a new request expects."""
+        return self.acceptance.summary(_PRIOR_WEIGHT)
+
+    def choose(
+        self, controllers: Sequence[BatchController], rates: Sequence[Sequence[float]], others: int, *, free: bool
+    ) -> None:
+        """Set k of each.
+
+        Args:
+            controllers: of requests that may draft.
+            rates: their acceptance at the positions that they have room for.
+            others: rows that are in the pass anyway.
+            free: drafts cost nothing.
+        """
+        ks = choose(rates, others, self._verify.of, None if free else self._step)
+        for controller, k, some in zip(controllers, ks, rates, strict=True):
+            controller.choose(k, probe=bool(some) and not free)
+        if controllers:
             self.pays = any(ks)
-        return [
-            min(one.room, 1) if not k and one.copied is None and one.rounds_without >= PROBE else k
-            for one, k in zip(candidates, ks, strict=True)
-        ]
 
     def took(self, rows: int, seconds: float) -> None:
         """A pass of the target over ``rows`` took so long."""
@@ -122,17 +174,6 @@ class Goodput:
         self._each.decay(0.9)
         self._each.total += seconds
         self._each.count += tokens
-
-    def learn(self, acceptance: Acceptance, draft: Draft, done: Round, *, over: bool) -> None:
-        """A round of a request is over. One that a stop rule cut has no rejection."""
-        seen = done.num_accepted if over else min(done.num_accepted + 1, done.num_drafted)
-        for one in (acceptance, self._acceptance):
-            for at in range(seen):
-                sure = draft.confidence[at] if at < len(draft.confidence) else None
-                one.verified(at, sure, float(at < done.num_accepted))
-            one.end_round()
-        if not done.num_drafted:
-            acceptance.rest()
 
     def _step(self, rows: int) -> float:
         """Seconds of a step of the drafts of ``rows`` requests."""

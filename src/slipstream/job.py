@@ -10,9 +10,10 @@ from typing import Any
 from torch import Tensor
 
 from slipstream.answers import Answer
-from slipstream.decode import Clock, Decoder, Progress
-from slipstream.drafters.base import Read, Steps, run
-from slipstream.estimates import Acceptance
+from slipstream.controller import Fixed
+from slipstream.decode import Clock, Decoder, Progress, Proposal
+from slipstream.drafters.base import Read, run
+from slipstream.goodput import BatchController
 from slipstream.models.base import Item
 from slipstream.slots import Slot
 from slipstream.types import Draft, Request, Round
@@ -26,9 +27,6 @@ class Job:
     request: Request
     decoder: Decoder
     answer: Answer
-    acceptance: Acceptance
-    adapts: bool
-    """Whether k is chosen over the whole batch; otherwise it is a matter of this request alone."""
     progress: Progress
     """Its cache is of use only while there are ``slots``."""
     slots: dict[int, Slot] = field(default_factory=dict)
@@ -36,8 +34,6 @@ class Job:
     since: float = field(default_factory=perf_counter)
     draft_seconds: float = 0.0
     read_seconds: float = 0.0
-    rounds_without: int = 0
-    """Rounds since the latest draft."""
 
     @property
     def tokens(self) -> list[int]:
@@ -50,19 +46,15 @@ class Job:
         return self.progress.cache
 
     @property
-    def begun(self) -> bool:
-        """Whether it has had its first round, which reads the prompt."""
-        return bool(self.answer.rounds)
+    def adapts(self) -> bool:
+        """Whether k is chosen over the whole batch; otherwise it is a matter of this request alone."""
+        return isinstance(self.decoder.controller, BatchController)
 
     @property
     def missing(self) -> int:
-        """Tokens to be read before the next round can be had: in the first one, all of them are part of it."""
-        return len(self.tokens) - self.cache.length - int(self.begun)
-
-    @property
-    def room(self) -> int:
-        """How many tokens may be drafted."""
-        return self.decoder.room(self.progress)
+        """Tokens to be read before the next round can be had; those of the first round are part of it."""
+        held: int = self.cache.length
+        return len(self.tokens) - held - int(not self.progress.reading)
 
     @property
     def shares(self) -> bool:
@@ -72,21 +64,23 @@ class Job:
     @property
     def copies(self) -> bool:
         """Whether its drafts cost next to nothing, so that all of them are made and those that pay are verified."""
-        return getattr(self.decoder.session, "copies", False)
+        session = self.decoder.session
+        return getattr(session, "copies", False) and not hasattr(session, "catch_up")
 
     @property
     def reads_draft(self) -> bool:
-        """Whether it has a draft model that has to read along."""
-        return self.decoder.k > 0 and hasattr(self.decoder.session, "catch_up")
+        """Whether it may have a draft model that has to read along."""
+        plain = isinstance(self.decoder.controller, Fixed) and self.decoder.controller.k == 0
+        return not plain and hasattr(self.decoder.session, "catch_up")
 
-    def draft(self, k: int) -> Steps:
+    def draft(self, k: int) -> Generator[Read, Tensor, Proposal]:
         """A draft, a pass at a time; of sessions that cannot be interrupted, all at once."""
         session: Any = self.decoder.session
         if hasattr(session, "steps"):
             draft: Draft = yield from session.steps(self.tokens, (), k)
         else:
             draft = session.draft(self.tokens, k)
-        return self.decoder.usable(draft, k)
+        return self.decoder.cut(draft, k)
 
     def draft_behind(self) -> int:
         """How many tokens its draft model has yet to read before a draft begins."""
@@ -103,22 +97,21 @@ class Job:
     def chunk(self, count: int) -> Item:
         """Reading ``count`` more tokens; with logits of the last one, if that makes the first round."""
         start = self.cache.length
-        last = not self.begun and count >= self.missing
+        last = self.progress.reading and count >= self.missing
         return Item(self.tokens[start : start + count], self.cache, int(last))
 
-    def verification(self, draft: Draft) -> Item:
-        """Reading what a round with ``draft`` needs."""
-        return Item(self.progress.unread(draft), self.cache, len(draft.tokens) + 1)
+    def verification(self, proposal: Proposal) -> Item:
+        """Reading what a round with this draft needs."""
+        return Item(self.progress.unread(proposal.draft), self.cache, len(proposal.draft.tokens) + 1)
 
-    def settle(self, draft: Draft, logits: Tensor) -> Round:
+    def settle(self, proposal: Proposal, logits: Tensor) -> Round:
         """Verify and commit; the time since the round before counts for this one."""
         clock = Clock(self.since, self.since + self.draft_seconds, self.read_seconds)
-        done = self.decoder.settle(self.progress, draft, logits, clock)
+        done = self.decoder.settle(self.progress, proposal, logits, clock)
         self.since, self.draft_seconds, self.read_seconds = perf_counter(), 0.0, 0.0
-        self.rounds_without = 0 if draft.tokens else self.rounds_without + 1
         return done
 
 
 def readers(jobs: Sequence[Job]) -> list[Job]:
     """Those that are reading their prompts for the first time."""
-    return [job for job in jobs if not job.begun]
+    return [job for job in jobs if job.progress.reading]

@@ -50,10 +50,13 @@ class PrefixCache:
         return cache.length
 
     def keep(self, tokens: Sequence[int], cache: KeyValueCache) -> None:
-        """Take over the whole blocks of ``tokens`` that are in ``cache``; all of them are committed ones."""
+        """Take over the whole blocks of ``tokens`` that are in ``cache``, but for the last token.
+
+        The last one of committed tokens has not been read; what the cache has in its place may be a rejected one.
+        """
         parent, used = 0, []
         with torch.inference_mode(False):
-            for start in range(0, min(len(tokens), cache.length) - BLOCK + 1, BLOCK):
+            for start in range(0, min(len(tokens) - 1, cache.length) - BLOCK + 1, BLOCK):
                 key = (parent, tuple(tokens[start : start + BLOCK]))
                 block = self._blocks.get(key)
                 if block is None:

@@ -7,12 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from slipstream.answers import Setting
 from slipstream.drafters.base import Read
 from slipstream.job import Job, readers
 from slipstream.models.base import Model
 from slipstream.models.cache import KeyValueCache
 from slipstream.prefix import PrefixCache, common
-from slipstream.slots import QUANTUM, make_arenas
+from slipstream.slots import QUANTUM, make_arenas, position_bytes
+from slipstream.types import Request
 
 #: Places are this much larger than needed, if there is room: growing may mean that others move.
 _AHEAD = 4 * QUANTUM
@@ -23,7 +25,7 @@ class Limits:
     """What an engine may use."""
 
     memory: int | None = None
-    """Bytes for caches of the target and of draft models, and for kept prefixes; None takes a quarter of what is free."""
+    """Bytes for caches of target and draft models and for kept prefixes; None: a quarter of what is free."""
     requests: int = 32
     """At most so many are answered at a time; the others wait."""
     rows: int = 64
@@ -101,6 +103,16 @@ class Seats:
         for model, slot in job.slots.items():
             self.arenas[model].give_back(slot)
         job.slots.clear()
+
+
+def enough_memory(setting: Setting, requests: Sequence[Request]) -> int:
+    """Bytes with which none of ``requests`` has to wait for another; less, if there are not so many."""
+    each = sum(map(position_bytes, [setting.target, *models_of(setting.drafter)]))
+    lengths = [len(r.prompt) + r.params.max_new_tokens + QUANTUM for r in requests]
+    if setting.target.max_positions is not None:
+        lengths = [min(length, setting.target.max_positions + QUANTUM) for length in lengths]
+    wanted, least = (int(each * n / (1 - Limits.prefix)) + each * QUANTUM for n in (sum(lengths), max(lengths)))
+    return max(least, min(wanted, _free_memory() // 4))
 
 
 def models_of(drafter: Any) -> list[Model]:

@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from slipstream.answers import Answer, Setting, check_prompt
+from slipstream.controller import Adaptive, Policy, make_policy
 from slipstream.decode import Decoder
 from slipstream.drafters import is_name, make_drafter
+from slipstream.engine import Engine
 from slipstream.errors import InputError
+from slipstream.goodput import Goodput
 from slipstream.models.base import Model
 from slipstream.models.load import Checkpoint, open_checkpoint
 from slipstream.models.vocabulary import check_pair
 from slipstream.sampling import validate
+from slipstream.seats import Limits, enough_memory
 from slipstream.text import Prompt, encode, token_id
-from slipstream.types import Output, Piece, Round, SamplingParams, Stats
+from slipstream.types import Output, Piece, Request, Round, SamplingParams, Stats
 from slipstream.verify import RULES, check_rule
 
 
@@ -30,9 +34,11 @@ class SpeculativeDecoding:
 
     Args:
         target_model: what ``load_model`` returns, a transformers model as it is, or a path.
-        draft_model: the same, or ``"suffix"`` (copies from the text), a drafter object, None for plain decoding, or a
-            list of them: a cascade, in which the next one drafts what the one before is not sure of.
-        k: number of draft tokens in a round; 0 decodes plainly.
+        draft_model: the same, or ``"suffix"`` (copies from the text), ``"early-exit:8"`` (the target's own first
+            layers), a drafter object, None for plain decoding, or a list of them: a cascade, in which the next one
+            drafts what the one before is not sure of.
+        k: number of draft tokens in a round: ``"adaptive"``, whatever yields the most tokens a second, 0 included;
+            ``"halving"``, 8 until the first rejection and 4 from then on; a number, 0 decodes plainly; or a policy.
         tokenizer: needed only where text goes in or out of a model that came without one.
         rejection_sampling: None samples if the temperature is above 0; False insists on greedy decoding.
         rule: ``"block"`` (never accepts fewer tokens in expectation) or ``"token"``, see ``slipstream.verify``. Greedy
@@ -49,7 +55,7 @@ class SpeculativeDecoding:
         self,
         target_model: Any,
         draft_model: Any = None,
-        k: int = 4,
+        k: int | str | Policy = "adaptive",
         *,
         tokenizer: Any | None = None,
         rejection_sampling: bool | None = None,
@@ -57,8 +63,8 @@ class SpeculativeDecoding:
         bit_exact: bool = False,
         **defaults: Any,
     ) -> None:
-        if type(k) is not int or k < 0:
-            raise InputError(f"k={k!r} is not a number of draft tokens; use 0 (plain decoding) or a positive integer")
+        self.policy = make_policy(k)
+        self._goodput = Goodput()
         if rejection_sampling is not None and type(rejection_sampling) is not bool:
             raise InputError(f"rejection_sampling={rejection_sampling!r} is not usable; use None, True or False")
         if tokenizer is not None and not (callable(tokenizer) and hasattr(tokenizer, "decode")):
@@ -146,7 +152,7 @@ class SpeculativeDecoding:
     def complete(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | None = None, **overrides: Any
     ) -> list[Output]:
-        """Whole answers: ``n`` for each prompt, in the prompts' order.
+        """Whole answers: ``n`` for each prompt, in the prompts' order. Several are worked on at a time, by an engine.
 
         Args:
             prompts: one prompt, or a list of prompts, each text, token ids or chat messages.
@@ -155,8 +161,10 @@ class SpeculativeDecoding:
         """
         resolved = self._resolve(params, overrides)
         ids = [self._ids(p) for p in _several(prompts)]
-        streams = (self._start(row, resolved, index) for row in ids for index in range(resolved.n))
-        return [stream.finish() for stream in streams]
+        requests = [Request(row, resolved, index=index) for row in ids for index in range(resolved.n)]
+        if len(requests) == 1:
+            return [self._start(ids[0], resolved, 0).finish()]
+        return self._together(requests)
 
     def _resolve(self, params: SamplingParams | None, overrides: Mapping[str, Any]) -> SamplingParams:
         given = _params(params, overrides)
@@ -186,7 +194,15 @@ class SpeculativeDecoding:
 
     @property
     def _setting(self) -> Setting:
-        return Setting(self.target, self.drafter, self.k, self.tokenizer, self.rule, self.bit_exact)
+        return Setting(self.target, self.drafter, self.policy, self.tokenizer, self.rule, self.bit_exact)
+
+    def _together(self, requests: Sequence[Request]) -> list[Output]:
+        """The answers to several requests at once."""
+        setting = self._setting
+        if isinstance(self.policy, Adaptive):
+            setting = replace(setting, policy=self._goodput)
+        engine = Engine(setting, Limits(memory=enough_memory(setting, requests)))
+        return engine.answers(requests)
 
     @property
     def _pad_id(self) -> int:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from itertools import zip_longest
 
@@ -23,6 +24,8 @@ def add_stats(a: Stats, b: Stats) -> Stats:
     def added(x: object, y: object) -> object:
         if isinstance(x, tuple) and isinstance(y, tuple):
             return tuple(m + n for m, n in zip_longest(x, y, fillvalue=0))
+        if isinstance(x, Mapping) and isinstance(y, Mapping):
+            return {key: x.get(key, 0) + y.get(key, 0) for key in sorted({*x, *y})}
         return x + y  # type: ignore[operator]
 
     return Stats(**{f.name: added(getattr(a, f.name), getattr(b, f.name)) for f in fields(Stats)})  # type: ignore[arg-type]
@@ -36,6 +39,10 @@ def _of_round(r: Round, *, first: bool) -> Stats:
         accepted=r.num_accepted,
         drafted_per_position=(1,) * r.num_drafted,
         accepted_per_position=(1,) * r.num_accepted,
+        rounds_by_k={} if first else {r.num_drafted: 1},
+        rounds_by_end={r.ended: 1} if r.ended is not None else {},
+        drafted_by=Counter(r.sources),
+        accepted_by=Counter(r.sources[: r.num_accepted]),
         prefill_seconds=r.verify_seconds if first else 0.0,
         draft_seconds=r.draft_seconds,
         verify_seconds=0.0 if first else r.verify_seconds,

@@ -69,7 +69,7 @@ class SamplingParams:
     logits_processors: Sequence[LogitsProcessor] = ()
     """Further processors, applied in order."""
     share: bool = True
-    """Whether drafts may come from what other requests left in a shared store, and this one leaves its own there."""
+    """Whether this request may use what others left (drafts in a shared store, how drafts fare) and leave its own."""
 
     def __new__(cls, *args: object, **given: object) -> SamplingParams:
         """Remember which fields were given, so that the others can be filled from somebody else's defaults."""
@@ -139,6 +139,12 @@ class Round:
     verify_seconds: float
     total_seconds: float
     logprobs: tuple[TokenLogprob, ...] | None = None
+    k: int = 0
+    """The most draft tokens that the drafter was asked for; 0 if it was not asked."""
+    ended: DraftEnd | None = None
+    """Why the draft is no longer; None if none was asked for."""
+    sources: tuple[str, ...] = ()
+    """The drafter of each draft token, (num_drafted,)."""
 
     @property
     def origins(self) -> tuple[Origin, ...]:
@@ -160,6 +166,14 @@ class Stats:
     accepted: int = 0
     drafted_per_position: tuple[int, ...] = ()
     accepted_per_position: tuple[int, ...] = ()
+    rounds_by_k: Mapping[int, int] = field(default_factory=dict)
+    """Rounds after the first one, by the number of tokens that were drafted."""
+    rounds_by_end: Mapping[str, int] = field(default_factory=dict)
+    """Rounds in which a draft was asked for, by why it was no longer."""
+    drafted_by: Mapping[str, int] = field(default_factory=dict)
+    """Draft tokens by their drafter."""
+    accepted_by: Mapping[str, int] = field(default_factory=dict)
+    """Accepted ones by their drafter."""
     prefill_seconds: float = 0.0
     """Reading the prompt; it yields the first token."""
     draft_seconds: float = 0.0
@@ -177,6 +191,12 @@ class Stats:
     def mean_accepted_length(self) -> float:
         """Tokens emitted a round, the corrected or bonus token included; 0 if there was no round."""
         return self.emitted / self.rounds if self.rounds else 0.0
+
+    @property
+    def mean_k(self) -> float:
+        """Draft tokens a round after the first; 0 if there is none."""
+        rounds = sum(self.rounds_by_k.values())
+        return sum(k * n for k, n in self.rounds_by_k.items()) / rounds if rounds else 0.0
 
     @property
     def tokens_per_second(self) -> float:

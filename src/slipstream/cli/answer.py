@@ -11,7 +11,7 @@ from slipstream.measure.memory import peak_bytes, reset_peak
 
 if TYPE_CHECKING:
     from slipstream.speculative import SpeculativeDecoding
-    from slipstream.types import Origin, Output, Piece, SamplingParams
+    from slipstream.types import Origin, Output, Piece, Round, SamplingParams
 
 _WARM_UP_TOKENS = 8
 _WARM_UP_PROMPT = 64
@@ -26,6 +26,7 @@ class Answer:
     peak_memory: int | None
     """Bytes, while this answer was made."""
     interrupted: bool
+    rounds: tuple[Round, ...] = ()
 
 
 class Splitter:
@@ -82,7 +83,7 @@ def answer(spec: SpeculativeDecoding, prompt: Sequence[int], params: SamplingPar
     rest = splitter.take(output.text[sum(len(text) for text, _ in parts) :])
     screen.show(rest)
     screen.end()
-    return Answer(output, (*parts, *rest), peak_bytes(device), interrupted)
+    return Answer(output, (*parts, *rest), peak_bytes(device), interrupted, stream.rounds)
 
 
 def warm_up(spec: SpeculativeDecoding, prompt: Sequence[int], params: SamplingParams) -> None:

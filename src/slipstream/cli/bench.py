@@ -23,6 +23,7 @@ continue"}, or {"question_id", "category", "turns"} as Spec-Bench has them (the 
 A peer is transformers' own generate, hf-MODE[:DTYPE][:K] with MODE plain, assisted or lookup, DTYPE fp32 (default),
 bf16 or fp16, and K draft tokens; or a server's address, http://HOST:PORT[/v1][?model=NAME][#what to call it].
 """
+_KS = "Draft tokens in a round: numbers, adaptive, halving (default: 1,2,4,8,adaptive)."
 
 
 class _Remembering(click.Command):
@@ -42,7 +43,7 @@ class _Remembering(click.Command):
     metavar="DRAFT",
     help="suffix (default), a model, or both: suffix,MODEL; repeatable.",
 )
-@click.option("-k", "ks", default="1,2,4,8", metavar="K,K,...", help="Draft tokens in a round (default: 1,2,4,8).")
+@click.option("-k", "ks", default="1,2,4,8,adaptive", metavar="K,K,...", help=_KS)
 @rule_option
 @click.option("--prompts", metavar="FILE", help="JSON lines, or humaneval[:N] (default: eight of the package's own).")
 @click.option("--limit", type=int, metavar="N", help="Take N of the prompts, evenly spaced.")

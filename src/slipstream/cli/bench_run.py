@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 import click
 
 from slipstream.cli.drafts import NONE, SUFFIX, is_model, members
-from slipstream.cli.options import sampling_params
+from slipstream.cli.options import POLICIES, sampling_params
 from slipstream.cli.run import INTERRUPTED
 from slipstream.cli.screen import console, is_terminal, note, wants_colour
 from slipstream.errors import InputError
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from slipstream.models.load import Checkpoint
     from slipstream.speculative import SpeculativeDecoding
     from slipstream.types import SamplingParams
+
+    Settings = dict[tuple[str, int | str], SpeculativeDecoding]
 
 _TAKEN = ("target", "plain", SUFFIX)
 _WIDTH = 120
@@ -74,7 +76,7 @@ class BenchTask:
 class Plan:
     """A task whose words have been understood."""
 
-    ks: tuple[int, ...]
+    ks: tuple[int | str, ...]
     params: SamplingParams
     prompts: tuple[BenchPrompt, ...]
     peers: tuple[Peer, ...]
@@ -135,11 +137,12 @@ def check(task: BenchTask) -> Plan:
     return Plan(ks, params, tuple(prompts), tuple(peers), tuple(servers))
 
 
-def _parse_ks(text: str) -> tuple[int, ...]:
-    words = [word.strip() for word in text.split(",")]
-    if not all(word.isdecimal() and int(word) > 0 for word in words):
-        raise InputError(f"-k {text!r} is no list of numbers of draft tokens; write for example -k 1,2,4,8")
-    return tuple(sorted({int(word) for word in words}))
+def _parse_ks(text: str) -> tuple[int | str, ...]:
+    words = {word.strip() for word in text.split(",")}
+    numbers = {word for word in words if word.isdecimal() and int(word) > 0}
+    if words - numbers - {*POLICIES}:
+        raise InputError(f"-k {text!r} is no list of numbers of draft tokens; write for example -k 1,2,4,8,adaptive")
+    return (*sorted({int(word) for word in numbers}), *(name for name in POLICIES if name in words))
 
 
 def _check_numbers(task: BenchTask) -> None:
@@ -246,11 +249,11 @@ def _hf_keys(task: BenchTask, peer: HFPeer) -> list[str]:
     return [f"{model} in {peer.dtype}" for model in (task.model, *drafts)]
 
 
-def _settings(task: BenchTask, plan: Plan, loaded: dict[str, Model]) -> dict[tuple[str, int], SpeculativeDecoding]:
+def _settings(task: BenchTask, plan: Plan, loaded: dict[str, Model]) -> Settings:
     """Every draft, by what reports call it, with every k."""
     from slipstream.speculative import SpeculativeDecoding
 
-    found: dict[tuple[str, int], SpeculativeDecoding] = {}
+    found: Settings = {}
     for draft in task.drafts:
         labels = _labels(task, draft)
         parts = [loaded.get(label, label) for label in labels]
@@ -266,7 +269,7 @@ def _labels(task: BenchTask, draft: str) -> list[str]:
     return [labels.get(member, member) for member in members(draft)]
 
 
-def _draft_models(task: BenchTask, settings: dict[tuple[str, int], SpeculativeDecoding]) -> dict[str, Model]:
+def _draft_models(task: BenchTask, settings: Settings) -> dict[str, Model]:
     """The draft models as they are used, by what reports call them."""
     from slipstream.measure.bench import model_drafters
 
@@ -279,16 +282,15 @@ def _draft_models(task: BenchTask, settings: dict[tuple[str, int], SpeculativeDe
     return found
 
 
-def _own(
-    plain: SpeculativeDecoding, settings: dict[tuple[str, int], SpeculativeDecoding], weights: _Weights
-) -> list[Contender]:
+def _own(plain: SpeculativeDecoding, settings: Settings, weights: _Weights) -> list[Contender]:
     """Plain decoding, and all ``settings``."""
     from slipstream.measure.bench import Own
     from slipstream.measure.runs import PLAIN
 
     found: list[Contender] = [Own(plain, PLAIN, spare_bytes=weights.spare("target"))]
     for (label, k), spec in settings.items():
-        found.append(Own(spec, f"{label} k={k}", draft=label, spare_bytes=weights.spare("target", *label.split(","))))
+        name = f"{label} {k}" if isinstance(k, str) else f"{label} k={k}"
+        found.append(Own(spec, name, draft=label, spare_bytes=weights.spare("target", *label.split(","))))
     return found
 
 

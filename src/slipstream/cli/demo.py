@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from slipstream.cli.models import fetch_shown
-from slipstream.cli.options import output_options
+from slipstream.cli.options import DraftLength, output_options
 from slipstream.cli.prompt import Prompt
 from slipstream.cli.screen import note
 
@@ -22,7 +22,9 @@ Examples:
 
 
 @click.command("demo", epilog=_EXAMPLES)
-@click.option("-k", "k", type=int, default=8, metavar="K", help="Draft tokens in a round (default: 8).")
+@click.option(
+    "-k", "k", type=DraftLength(), default="adaptive", metavar="K", help="As in generate (default: adaptive)."
+)
 @click.option("--threads", type=int, metavar="N", help="CPU threads (default: PyTorch's choice).")
 @output_options
 def command(**options: Any) -> int:

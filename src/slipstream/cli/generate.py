@@ -6,7 +6,14 @@ from typing import Any
 
 import click
 
-from slipstream.cli.options import model_options, output_options, rule_option, sampling_options, sampling_params
+from slipstream.cli.options import (
+    DraftLength,
+    model_options,
+    output_options,
+    rule_option,
+    sampling_options,
+    sampling_params,
+)
 from slipstream.cli.prompt import Prompt, read_prompt
 from slipstream.cli.screen import note
 
@@ -24,13 +31,16 @@ The answer goes to stdout, figures go to stderr. On a terminal each token is col
 """
 
 
+_K = "Draft tokens in a round: adaptive (default: whatever is fastest), halving, or a number."
+
+
 @click.command("generate", epilog=_EXAMPLES)
 @click.argument("model")
 @click.argument("source", required=False, metavar="[-]")
 @click.option(
     "--draft", default="suffix", metavar="DRAFT", help="suffix (default: copies), a model, suffix,MODEL, none."
 )
-@click.option("-k", "k", type=int, default=4, metavar="K", help="Draft tokens in a round (default: 4).")
+@click.option("-k", "k", type=DraftLength(), default="adaptive", metavar="K", help=_K)
 @rule_option
 @click.option("--prompt", "-p", metavar="TEXT", help="The prompt.")
 @click.option("--prompt-file", "-f", metavar="FILE", help="Read the prompt from FILE; - is stdin.")
@@ -40,6 +50,7 @@ The answer goes to stdout, figures go to stderr. On a terminal each token is col
 @click.option("--compare", is_flag=True, help="Answer plainly too, first, and compare speed and answers.")
 @model_options
 @output_options
+@click.option("--plot", metavar="FILE", help="Draw k and acceptance over the answer, as .png or .svg.")
 def command(**options: Any) -> int:
     """Answer a prompt with MODEL, sooner, by verifying the guesses of a draft.
 

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
+#: What -k takes besides a number.
+POLICIES = ("adaptive", "halving")
 WEIGHTS = ("auto", "fp32", "bf16", "fp16", "int8")
 #: Those of ``slipstream.verify``, which would import torch.
 RULES = ("block", "token")
@@ -54,6 +56,21 @@ rule_option = click.option(
     default=RULES[0],
     help="Accept rule for sampling: block (default; never accepts less) or token.",
 )
+
+
+class DraftLength(click.ParamType[Any]):
+    """``-k``: a number of draft tokens, or the name of a policy."""
+
+    name = "K"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | str:
+        """A number or one of ``POLICIES``."""
+        if isinstance(value, int) or value in POLICIES:
+            return value  # type: ignore[no-any-return]
+        try:
+            return int(value)
+        except ValueError:
+            self.fail(f"{value!r} is no number of draft tokens; use adaptive, halving or a number", param, ctx)
 
 
 def sampling_options(function: Function) -> Function:

@@ -47,7 +47,7 @@ class Report:
 
     model: str
     draft: str | None
-    k: int
+    k: int | str
     greedy: bool
     fast: Answer
     plain: Answer | None = None
@@ -113,7 +113,7 @@ def _rows(report: Report) -> list[tuple[str, Callable[[Answer], str]]]:
     ]
     if report.draft:
         rows += [
-            ("k", fast_only(str(report.k))),
+            ("k", fast_only(_ks(report))),
             ("acceptance rate", fast_only(f"{stats.acceptance_rate:.2f}" if stats.drafted else _NONE)),
             ("mean accepted length", lambda a: f"{a.output.stats.mean_accepted_length:.2f}"),
         ]
@@ -124,6 +124,14 @@ def _rows(report: Report) -> list[tuple[str, Callable[[Answer], str]]]:
             ("same answer", fast_only(_NONE if report.interrupted else "no" if report.split_at is not None else "yes")),
         ]
     return rows
+
+
+def _ks(report: Report) -> str:
+    """The k that was asked for, and what a policy made of it, as in ``adaptive: 0..8, mean 4.2``."""
+    drafted = report.fast.output.stats.rounds_by_k
+    if not isinstance(report.k, str) or not drafted:
+        return str(report.k)
+    return f"{report.k}: {min(drafted)}..{max(drafted)}, mean {report.fast.output.stats.mean_k:.1f}"
 
 
 def _scaled(value: float, scale: float, unit: str, digits: int = 1) -> str:
@@ -164,7 +172,7 @@ def document(report: Report, **settings: Any) -> dict[str, Any]:
 def _answer_document(answer: Answer) -> dict[str, Any]:
     output = answer.output
     stats = output.stats
-    derived = ("acceptance_rate", "mean_accepted_length", "tokens_per_second", "seconds_per_token")
+    derived = ("acceptance_rate", "mean_accepted_length", "mean_k", "tokens_per_second", "seconds_per_token")
     return {
         "text": output.text,
         "tokens": list(output.tokens),
@@ -173,7 +181,27 @@ def _answer_document(answer: Answer) -> dict[str, Any]:
         "prompt_tokens": len(output.prompt_tokens),
         "peak_memory_bytes": answer.peak_memory,
         "stats": asdict(stats) | {name: getattr(stats, name) for name in derived},
+        "rounds": [
+            {
+                "k": r.k,
+                "drafted": r.num_drafted,
+                "accepted": r.num_accepted,
+                "ended": r.ended,
+                "sources": list(r.sources),
+                "draft_seconds": r.draft_seconds,
+                "verify_seconds": r.verify_seconds,
+            }
+            for r in answer.rounds
+        ],
     }
+
+
+def save_rounds(report: Report, path: Path) -> None:
+    """A picture of k and acceptance over the course of the answer."""
+    from slipstream.measure.plot import save_rounds as draw
+
+    title = f"{Path(report.model).name}, draft: {Path(report.draft).name if report.draft else 'none'}, k: {report.k}"
+    write_whole(path, lambda partial: draw(partial, report.fast.rounds, title))
 
 
 def save_svg(report: Report, path: Path) -> None:

@@ -40,7 +40,7 @@ class Task:
     prompt: Prompt
     params: SamplingParams
     draft: str = "suffix"
-    k: int = 4
+    k: int | str = "adaptive"
     rule: str = RULES[0]
     weights: str = "auto"
     draft_weights: str = "auto"
@@ -50,6 +50,7 @@ class Task:
     as_json: bool = False
     no_color: bool = False
     svg: str | None = None
+    plot: str | None = None
 
     @property
     def plain(self) -> bool:
@@ -90,7 +91,7 @@ def run(task: Task) -> int:
 
 def check(task: Task) -> None:
     """Refuse what cannot work, before anything is loaded."""
-    if task.k < 0:
+    if isinstance(task.k, int) and task.k < 0:
         raise InputError(f"-k {task.k} is no number of draft tokens; use 0 (plain decoding) or more")
     if task.compare and task.plain:
         raise InputError("--compare needs a draft; give --draft suffix or a model, and -k 1 or more")
@@ -99,6 +100,11 @@ def check(task: Task) -> None:
         raise InputError(f"--threads {task.threads} is no number of threads; use 1 to {MOST_THREADS}")
     if task.svg is not None:
         check_writable("--svg", task.svg)
+    if task.plot is not None:
+        from slipstream.measure.plot import check_plot
+
+        check_plot(task.plot)
+        check_writable("--plot", task.plot)
 
 
 def _open_all(task: Task) -> tuple[Checkpoint, dict[str, Checkpoint]]:
@@ -194,7 +200,7 @@ def _answer_stream(task: Task) -> TextIO | None:
 
 
 def _show(report: Report, task: Task) -> None:
-    from slipstream.cli.report import document, save_svg, sentence, table
+    from slipstream.cli.report import document, save_rounds, save_svg, sentence, table
 
     err = console(sys.stderr, task.no_color)
     err.print()
@@ -206,6 +212,9 @@ def _show(report: Report, task: Task) -> None:
     if task.svg is not None:
         save_svg(report, Path(task.svg))
         err.print(f"\nSaved {task.svg}.")
+    if task.plot is not None:
+        save_rounds(report, Path(task.plot))
+        err.print(f"\nSaved {task.plot}.")
     if task.as_json:
         settings: dict[str, Any] = {
             "rule": None if task.plain else task.rule,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from torch import Tensor
 
@@ -60,16 +60,33 @@ def run(steps: Generator[Read, Tensor, Outcome]) -> Outcome:
         return outcome
 
 
-class Continuing(DraftSession, Protocol):
+class Gate(Protocol):
+    """Whether to draft another token; see ``GatedSession``."""
+
+    def __call__(self, drafted: int, confidence: float, source: str = "", /) -> bool:
+        """After ``drafted`` tokens of this round; ``source`` names the drafter if several share the draft."""
+        ...
+
+
+@runtime_checkable
+class GatedSession(Protocol):
+    """A session that finds one token after the other and lets itself be stopped.
+
+    ``gate`` is set from outside; while it is None nothing is asked. Before each further token the session asks it with
+    the number of tokens drafted so far in this round and its confidence: how sure it is of the next token, in [0, 1], a
+    function of the distribution that the token will be drawn from, known before it is drawn. False ends the draft there
+    with ``Draft.ended = "controller"``. A token that is drawn is never dropped: that would bias answers towards what is
+    kept.
+
+    Where another pass is needed to know that distribution, the session first asks with NaN for the confidence: is such
+    a pass worth its time? A session that needs no passes has an attribute ``copies``, True.
+    """
+
+    gate: Gate | None
+
+
+class Continuing(GatedSession, Protocol):
     """What a session may have besides; whoever uses one looks for each by its name."""
-
-    gate: Callable[[int, float], bool] | None
-    """Set by others; asked before each token with the number drafted so far in this round and the confidence of the
-    next. False ends the draft, with ``ended="controller"``."""
-
-    copies: bool
-    """True: drafts cost next to nothing, and q is one-hot. So as many as may be are asked for, and what does not pay to
-    verify is left out."""
 
     def draft_after(self, tokens: Sequence[int], drafted: Sequence[int], k: int) -> Draft:
         """As ``draft``, behind ``drafted`` tokens that others propose in the same round and that may yet be rejected.

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.drafters.base import Drafter, Read, Steps, run
+from slipstream.drafters.base import Drafter, Gate, Read, Steps, run
 from slipstream.errors import InputError
 from slipstream.models.base import Cache, Model
 from slipstream.sampling import Sampler
@@ -52,7 +52,7 @@ class CascadeSession:
     draft only, and for all of it.
     """
 
-    gate: Callable[[int, float], bool] | None = None
+    gate: Gate | None = None
     """Asked before each token with the number drafted so far and the token's confidence; False ends the draft."""
 
     def __init__(self, drafter: CascadeDrafter, sampler: Sampler) -> None:
@@ -61,6 +61,8 @@ class CascadeSession:
         self._min_confidence = drafter.min_confidence
         self._stop_ids = sampler.stop_ids
         self._unsure = False
+        self.copies = any(getattr(session, "copies", False) for session in self._sessions)
+        """Whether some of the tokens cost nothing."""
 
     def draft(self, tokens: Sequence[int], k: int) -> Draft:
         """Up to ``k`` tokens of all drafters; copied ones have one-hot rows if others were drawn."""
@@ -130,13 +132,14 @@ class CascadeSession:
         ended: DraftEnd = "confidence" if self._unsure else draft.ended
         return replace(draft, ended=ended, sources=draft.sources or (self._names[member],) * len(draft.tokens))
 
-    def _gate(self, member: int, count: int) -> Callable[[int, float], bool]:
+    def _gate(self, member: int, count: int) -> Gate:
         """Demands confidence of all but the last drafter, then asks this session's own gate, ``count`` tokens on."""
         least = 0.0 if member == len(self._sessions) - 1 else self._min_confidence
 
-        def gate(number: int, confidence: float) -> bool:
+        def gate(number: int, confidence: float, source: str = "", /) -> bool:
             self._unsure = confidence < least
-            return not self._unsure and (self.gate is None or self.gate(count + number, confidence))
+            asked = source or self._names[member]
+            return not self._unsure and (self.gate is None or self.gate(count + number, confidence, asked))
 
         return gate
 

@@ -6,12 +6,14 @@ compute, so it goes on from there. How good such a draft is depends on the model
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from math import nan
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from slipstream.drafters.base import Gate
 from slipstream.errors import InputError
 from slipstream.models.base import Cache, Model
 from slipstream.sampling import Sampler
@@ -45,7 +47,7 @@ class EarlyExitDrafter:
 class EarlyExitSession:
     """Drafts in the cache of the request's own target."""
 
-    gate: Callable[[int, float], bool] | None = None
+    gate: Gate | None = None
 
     def __init__(self, drafter: EarlyExitDrafter, sampler: Sampler) -> None:
         self._drafter = drafter
@@ -69,6 +71,9 @@ class EarlyExitSession:
         sure: list[float] = []
         ended: DraftEnd = "limit"
         while len(drafted) < k:
+            if self._stops(len(drafted), nan):
+                ended = "controller"
+                break
             new = drafted[-1] if drafted else tokens[-1]
             if new >= target.embedding_size:
                 break
@@ -77,7 +82,7 @@ class EarlyExitSession:
                 break
             q = self._sampler.probs(logits, [*tokens, *drafted])[0]
             confidence = float(q.max())
-            if self.gate is not None and not self.gate(len(drafted), confidence):
+            if self._stops(len(drafted), confidence):
                 ended = "controller"
                 break
             drafted.append(self._sampler.draw(q, len(tokens) + len(drafted)))
@@ -87,6 +92,9 @@ class EarlyExitSession:
                 break  # nothing is ever kept after it
         probs = None if self._sampler.greedy or not rows else torch.stack(rows)
         return Draft(tuple(drafted), probs, ended=ended, confidence=tuple(sure))
+
+    def _stops(self, drafted: int, confidence: float) -> bool:
+        return self.gate is not None and not self.gate(drafted, confidence)
 
 
 def early_exit(name: str, target: Model) -> EarlyExitDrafter:

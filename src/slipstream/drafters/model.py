@@ -6,11 +6,12 @@ import math
 import warnings
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
+from math import nan
 
 import torch
 from torch import Tensor
 
-from slipstream.drafters.base import DraftSession, Read, Steps, run
+from slipstream.drafters.base import DraftSession, Gate, Read, Steps, run
 from slipstream.errors import ModelError
 from slipstream.models.base import Cache, Model
 from slipstream.sampling import Sampler
@@ -99,7 +100,7 @@ class DrawingSession:
     False ends the draft there.
     """
 
-    gate: Callable[[int, float], bool] | None = None
+    gate: Gate | None = None
 
     def __init__(self, drafter: ModelDrafter, sampler: Sampler) -> None:
         self._model = drafter.model
@@ -157,13 +158,16 @@ class DrawingSession:
     ) -> Generator[Read, Tensor, DraftEnd]:
         """Add up to ``k`` tokens to ``drawn``; why there are no more."""
         while len(drawn.tokens) < k:
+            if self._stops(len(drawn.tokens), nan):
+                return "controller"
             after = [*own, *map(self._own_id, drawn.tokens)]
             logits = self._target_logits((yield from self._read(after)))
             q = None if logits is None else self._probs(logits, [*tokens, *drawn.tokens])
             if logits is None or q is None:
                 return "vocabulary"
+            # At temperature 0 every q is sure of itself, so ask the logits.
             confidence = float(torch.softmax(logits[0], dim=-1).max() if self._sampler.greedy else q.max())
-            if self.gate is not None and not self.gate(len(drawn.tokens), confidence):
+            if self._stops(len(drawn.tokens), confidence):
                 return "controller"
             token = self._sampler.draw(q, len(tokens) + len(drawn.tokens))
             drawn.tokens.append(token)
@@ -172,6 +176,9 @@ class DrawingSession:
             if token in self._sampler.stop_ids:
                 break  # nothing is ever kept after it
         return "limit"
+
+    def _stops(self, drafted: int, confidence: float) -> bool:
+        return self.gate is not None and not self.gate(drafted, confidence)
 
     def _own_ids(self, tokens: Sequence[int], committed: int) -> Sequence[int]:
         """The draft model's ids of the target's ``tokens``, of which ``committed`` stay; sets ``_agreed``."""

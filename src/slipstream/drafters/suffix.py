@@ -6,11 +6,12 @@ summarising, code, agents. Sources: SuffixDecoding (arXiv 2411.04975), SAM-Decod
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
 from slipstream.drafters.automaton import Follower, SuffixAutomaton
+from slipstream.drafters.base import Gate
 from slipstream.drafters.store import SuffixStore
 from slipstream.errors import InputError
 from slipstream.sampling import Sampler
@@ -62,9 +63,9 @@ class _Path:
 class SuffixSession:
     """An automaton of the committed tokens; drafts, of whomever, leave nothing in it."""
 
+    gate: Gate | None = None
     copies = True
-    gate: Callable[[int, float], bool] | None = None
-    """Asked before each token with the number drafted so far and the token's confidence; False ends the draft."""
+    """It needs no passes of a model."""
 
     def __init__(self, drafter: SuffixDrafter, sampler: Sampler) -> None:
         self._drafter = drafter

@@ -11,7 +11,7 @@ import functools
 import sys
 from collections.abc import Generator, Sequence
 from itertools import accumulate
-from math import prod
+from math import nan, prod
 from typing import Literal
 
 import torch
@@ -142,12 +142,15 @@ class StringSession(SharedSession):
         written = _Written(self._drafter, tokens)
         ended: DraftEnd = "limit"
         while len(written.ids) < k:
+            if self._stops(len(written.ids), nan):
+                ended = "controller"
+                break
             logits = yield from self._read([*own, *written.ids])
             peak, row = torch.softmax(logits[0].float(), dim=-1).max(dim=-1)
             if not bool(peak.isfinite()):
                 ended = "vocabulary"
                 break
-            if self.gate is not None and not self.gate(len(written.ids), float(peak)):
+            if self._stops(len(written.ids), float(peak)):
                 ended = "controller"
                 break
             token = int(row) if self._rows is None else int(self._rows[row])

@@ -48,7 +48,8 @@ class Contender(Protocol):
     kind: str
     """"slipstream", or what else it is."""
     draft: str | None
-    k: int | None
+    k: int | str | None
+    """A number of draft tokens, or what chooses it."""
 
     def answer(self, prompt: BenchPrompt, params: SamplingParams) -> Answered:
         """Answer once.
@@ -73,7 +74,7 @@ class Own:
     def __init__(self, spec: SpeculativeDecoding, name: str, *, draft: str | None = None, spare_bytes: int = 0) -> None:
         self.name = name
         self.draft = draft
-        self.k: int | None = spec.k if draft is not None else 0
+        self.k: int | str | None = _k_of(spec) if draft is not None else 0
         self._spec = spec
         self._spare = spare_bytes
         self._clocks = _time_passes(spec)
@@ -107,6 +108,10 @@ class Own:
 
     def _pass_seconds(self) -> float:
         return sum(clock.seconds for clock in self._clocks)
+
+
+def _k_of(spec: SpeculativeDecoding) -> int | str:
+    return int(spec.policy.name) if spec.policy.name.isdecimal() else spec.policy.name
 
 
 def _time_passes(spec: SpeculativeDecoding) -> list[TimedModel]:

@@ -189,7 +189,7 @@ class Transformers:
 
     def __init__(self, peer: HFPeer, models: HFModels, draft: str | None = None) -> None:
         self.name = peer.name
-        self.k: int | None = peer.k
+        self.k: int | str | None = peer.k
         self.draft = {"plain": None, "assisted": draft, "lookup": "lookup"}[peer.mode]
         self._models = models
         self._extra: dict[str, Any] = {}
@@ -290,7 +290,7 @@ class Server:
 
     kind = "server"
     draft: str | None = None
-    k: int | None = None
+    k: int | str | None = None
 
     def __init__(self, peer: ServerPeer) -> None:
         self.name = peer.name

@@ -43,7 +43,7 @@ class KeyValueCache:
         return self._store.shape[3]
 
     def place(self, store: Tensor) -> None:
-        """Live in ``store``, (layers, 2, kv_heads, capacity, head_dim), which holds what was there before, and grow no more."""
+        """Live in ``store``, (layers, 2, kv_heads, capacity, head_dim), with what is there, and grow no more."""
         self._placed = True
         self._live_in(store)
 

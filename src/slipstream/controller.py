@@ -1,0 +1,530 @@
+"""How many tokens to draft in each round: a fixed number, practitioners' halving, or what pays here and now.
+
+A *policy* belongs to a ``SpeculativeDecoding`` and starts a *controller* for each request. Whatever a controller
+decides, answers keep the target's distribution, because of what it is shown: past tokens and rounds, the tokens drafted
+so far (all of them will be verified), and how sure the drafter is of the next token *before* it is drawn. It never sees
+a token that it may still leave out, except a copied one, which is a function of the past.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import isnan
+from threading import Lock
+from typing import Protocol
+
+from slipstream.errors import InputError
+from slipstream.estimates import MOST, OF_ALL, OF_REQUEST, Acceptance, Costs, DraftCost, Prior
+from slipstream.types import Draft
+
+#: Costs of a draft step that are assumed, in plain target passes, until they are measured.
+_STEP_OF_MODEL, _STEP_OF_COPY = 0.15, 0.01
+
+
+@dataclass(frozen=True)
+class Played:
+    """One round, as a controller learns from it."""
+
+    length: int
+    """Tokens before it."""
+    asked: int
+    """0: the drafter was not asked."""
+    draft: Draft
+    """Before the controller cut it."""
+    kept: int
+    """Draft tokens that were verified."""
+    tokens: tuple[int, ...]
+    """Accepted ones and the corrected or bonus token, before stop rules cut them."""
+    draft_seconds: float
+    verify_seconds: float
+
+    @property
+    def accepted(self) -> int:
+        """Draft tokens that stand."""
+        return len(self.tokens) - 1
+
+
+class Controller(Protocol):
+    """Decides on k for one request."""
+
+    gated: bool
+    """Whether step-wise drafters are to ask ``goes_on``."""
+
+    def ask(self, room: int, length: int) -> int:
+        """The most tokens to draft now, at most ``room`` >= 1, after ``length`` tokens; 0 leaves the drafter alone."""
+        ...
+
+    def goes_on(self, drafted: int, confidence: float, source: str = "", /) -> bool:
+        """Whether to draw another token after ``drafted`` ones in this round.
+
+        ``confidence``: how sure the drafter is of it; NaN if only another pass could tell, which may not be worth it.
+        ``source``: which drafter, if several share a draft.
+        """
+        ...
+
+    def keep(self, draft: Draft) -> int:
+        """How many tokens of a one-hot draft to verify."""
+        ...
+
+    def learn(self, played: Played) -> None:
+        """A round is over."""
+        ...
+
+
+class Policy(Protocol):
+    """What starts controllers; shared by all requests."""
+
+    @property
+    def name(self) -> str:
+        """How reports call it."""
+        ...
+
+    def start(self, session: object, drafter: str, *, repeatable: bool, isolated: bool) -> Controller:
+        """Begin one request.
+
+        Args:
+            session: its drafting.
+            drafter: name of the drafter.
+            repeatable: decisions must not depend on clocks or other requests.
+            isolated: nothing may be learned from or for other requests.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """Always k. Policy and controller in one, since there is no state."""
+
+    k: int
+    gated = False
+
+    @property
+    def name(self) -> str:
+        """How reports call it."""
+        return str(self.k)
+
+    def start(self, session: object, drafter: str, *, repeatable: bool, isolated: bool) -> Fixed:
+        """Begin one request."""
+        return self
+
+    def ask(self, room: int, length: int) -> int:
+        """k."""
+        return min(self.k, room)
+
+    def goes_on(self, drafted: int, confidence: float, source: str = "", /) -> bool:
+        """Always."""
+        return True
+
+    def keep(self, draft: Draft) -> int:
+        """All."""
+        return len(draft.tokens)
+
+    def learn(self, played: Played) -> None:
+        """Nothing."""
+
+
+class Halving:
+    """Practitioners' heuristic: a larger k, halved once, after the first rejection in an answer."""
+
+    name = "halving"
+
+    def __init__(self, k: int = 8) -> None:
+        self.k = k
+
+    def start(self, session: object, drafter: str, *, repeatable: bool, isolated: bool) -> HalvingController:
+        """Begin one request."""
+        return HalvingController(self.k)
+
+
+class HalvingController:
+    """``k`` until a draft token is rejected, half of it from then on."""
+
+    gated = False
+
+    def __init__(self, k: int) -> None:
+        self._k = k
+        self._halved = False
+
+    def ask(self, room: int, length: int) -> int:
+        """k."""
+        return min(self._k, room)
+
+    def goes_on(self, drafted: int, confidence: float, source: str = "", /) -> bool:
+        """Always."""
+        return True
+
+    def keep(self, draft: Draft) -> int:
+        """All."""
+        return len(draft.tokens)
+
+    def learn(self, played: Played) -> None:
+        """See whether there was a rejection."""
+        if not self._halved and played.accepted < played.kept:
+            self._halved = True
+            self._k = max(1, self._k // 2)
+
+
+def make_policy(k: object) -> Policy:
+    """A policy from what a user writes: a number, ``"halving"``, ``"adaptive"``, or a policy.
+
+    Raises:
+        InputError: anything else.
+    """
+    if type(k) is int and k >= 0:
+        return Fixed(k)
+    if isinstance(k, str) and k == "halving":
+        return Halving()
+    if isinstance(k, str) and k == "adaptive":
+        return Adaptive()
+    if not isinstance(k, type) and hasattr(k, "start") and hasattr(k, "name"):
+        return k
+    raise InputError(
+        f"k={k!r} is not a number of draft tokens; use 'adaptive', 'halving', 0 (plain decoding) or a positive integer"
+    )
+
+
+# --- adaptive ---------------------------------------------------------------------------------------------------------
+
+
+class Adaptive:
+    """Maximises expected tokens a second; 0 is an answer.
+
+    Args:
+        shared: requests learn from each other's rounds. False: each starts from nothing.
+    """
+
+    name = "adaptive"
+
+    def __init__(self, *, shared: bool = True) -> None:
+        self.shared = shared
+        self._lock = Lock()
+        self._knowledge: dict[bool, Knowledge] = {}
+
+    def start(self, session: object, drafter: str, *, repeatable: bool, isolated: bool) -> AdaptiveController:
+        """Begin one request."""
+        stepwise = hasattr(session, "gate")
+        step = _STEP_OF_MODEL if stepwise else _STEP_OF_COPY
+        if repeatable:
+            own = Knowledge(Costs(step, fixed=True))
+        elif isolated or not self.shared:
+            own = Knowledge(Costs(step))
+        else:
+            with self._lock:
+                own = self._knowledge.setdefault(stepwise, Knowledge(Costs(step)))
+        return AdaptiveController(own, session, drafter)
+
+
+class Knowledge:
+    """What requests share: costs, and acceptance by drafter; safe to use from several threads."""
+
+    def __init__(self, costs: Costs) -> None:
+        self._lock = Lock()
+        self._costs = costs
+        self._acceptance: dict[str, Acceptance] = {}
+
+    def costs(self) -> tuple[tuple[float, ...], DraftCost, int]:
+        """v(n) in seconds at index n, the cost of drafts, and the longest draft to risk; 0: a plain pass is due."""
+        with self._lock:
+            costs = self._costs
+            old = costs.since_plain() > (_REFRESH if costs.plain_passes() > 2 else _CONFIRM)
+            return costs.verify(), costs.draft(), 0 if old and not costs.fixed else costs.most()
+
+    def prior(self, drafter: str) -> Prior:
+        """What a new request starts from."""
+        with self._lock:
+            seen = self._acceptance.get(drafter)
+            return seen.summary(_PRIOR_WEIGHT) if seen is not None else Prior()
+
+    def took(self, rows: int, verify: float, draft: tuple[int, int, float] | None) -> None:
+        """Seconds of a pass over ``rows``, and of a draft: (passes, tokens read first, seconds)."""
+        with self._lock:
+            self._costs.verified(rows, verify)
+            if draft is not None:
+                self._costs.drafted(*draft)
+
+    def verified(self, drafter: str, seen: Sequence[Seen]) -> None:
+        """Outcomes of one round."""
+        with self._lock:
+            acceptance = self._acceptance.setdefault(drafter, Acceptance(Prior(), OF_ALL))
+            _learn(acceptance, seen)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A draft token that was reached: at which place of the draft, how sure its drafter was, what became of it."""
+
+    position: int
+    confidence: float | None
+    value: float
+    verified: bool = True
+
+
+def _learn(acceptance: Acceptance, seen: Sequence[Seen]) -> None:
+    for one in seen:
+        if one.verified:
+            acceptance.verified(one.position, one.confidence, one.value)
+        else:
+            acceptance.left_out(one.value)
+    acceptance.end_round()
+
+
+_PRIOR_WEIGHT = 8.0
+#: Rounds after which a plain pass is measured again, at first and later, lest k be chosen by a price of long ago.
+_CONFIRM, _REFRESH = 32, 256
+#: Probing may take this share of a request's time, and a few plain passes more.
+_PROBE_SHARE, _PROBE_PASSES = 0.01, 2.0
+_FIRST_GAP, _LAST_GAP = 4, 16
+#: Rounds over which reading what a draft model missed is written off.
+_HORIZON = 24
+#: A drafter whose call costs less than this share of a plain pass is asked always.
+_FREE = 0.01
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """What a round's decisions go by; times in seconds."""
+
+    verify: tuple[float, ...]
+    draft: DraftCost
+    rates: list[float]
+    """Acceptance at each position, given the ones before."""
+    worth: float
+    """Tokens a second that time brings otherwise: what a further draft token has to beat."""
+    room: int
+
+    def price(self, passes: int, missed: int) -> float:
+        """Seconds of a draft."""
+        return self.draft.call + self.draft.step * passes + self.draft.read * missed
+
+    def gain(self, at: int, reach: float, first: float | None) -> float:
+        """Tokens that drafting on after ``at`` tokens brings at best, less what its time is worth; may be negative.
+
+        Args:
+            at: tokens drafted so far.
+            reach: probability that all of them are accepted.
+            first: acceptance of the next one if its pass is done already; None if it must be paid for.
+        """
+        best, tokens = -1.0, 0.0
+        for steps in range(1, self.room - at + 1):
+            rate = self.rates[at + steps - 1] if first is None or steps > 1 else first
+            reach *= rate
+            tokens += reach
+            passes = steps if first is None else steps - 1
+            seconds = self.verify[at + steps + 1] - self.verify[at + 1] + self.draft.step * passes
+            best = max(best, tokens - self.worth * seconds)
+            if reach < 1e-3:
+                break
+        return best
+
+
+class AdaptiveController:
+    """The decisions of one request. See docs/control.md."""
+
+    gated = True
+
+    def __init__(self, knowledge: Knowledge, session: object, drafter: str) -> None:
+        self._knowledge = knowledge
+        self._stepwise = hasattr(session, "gate")
+        self._drafter = drafter
+        self._acceptance: dict[str, Acceptance] = {}
+        self._available = 1.0
+        self._copies = bool(getattr(session, "copies", False))
+        self._read = 0
+        self._gap = _FIRST_GAP
+        self._resting = 0
+        self._probing = False
+        self._drafting = True
+        self._elapsed = 0.0
+        self._probe_seconds = 0.0
+        self._outlook: Outlook | None = None
+        self._reach = 1.0
+        self._passes = 0
+        self._left_out: float | None = None
+
+    # --- deciding -----------------------------------------------------------------------------------------------------
+
+    def ask(self, room: int, length: int) -> int:
+        """The most tokens to draft."""
+        self._reach, self._passes, self._left_out = 1.0, 0, None
+        self._probing = False
+        verify, draft, most = self._knowledge.costs()
+        if not most:
+            self._outlook = None
+            return 0
+        room = min(room, most)
+        rates = self._of(self._drafter).positions(MOST)
+        worth = self._worth(verify, draft, rates, room)
+        self._outlook = Outlook(verify, draft, rates, worth, room)
+        self._drafting = self._pays(length)
+        if self._drafting:
+            return room if self._stepwise or draft.step < _FREE * verify[1] else self._best_length()
+        if self._asks_anyway(draft, verify):
+            return room
+        self._probing = self._may_probe(length)
+        return 1 if self._probing else 0
+
+    def goes_on(self, drafted: int, confidence: float, source: str = "", /) -> bool:
+        """Whether to draw another token."""
+        outlook = self._outlook
+        if outlook is None or drafted >= outlook.room:
+            return False
+        if isnan(confidence):  # only who needs a pass asks so
+            yes = drafted == 0 if self._probing else self._drafting and outlook.gain(drafted, self._reach, None) > 0
+            self._passes += yes
+            return yes
+        if self._probing:
+            return drafted == 0
+        acceptance = self._of(source or self._drafter)
+        rate = acceptance.given(confidence)
+        due = drafted == 0 and self._resting >= self._gap
+        if outlook.gain(drafted, self._reach, rate) > 0 or acceptance.unsure(confidence) or due:
+            self._reach *= rate
+            return True
+        self._left_out = rate
+        return False
+
+    def keep(self, draft: Draft) -> int:
+        """How many tokens of a one-hot draft to verify: as many as have the best outlook together."""
+        outlook = self._outlook
+        count = min(len(draft.tokens), outlook.room if outlook else 0)
+        if outlook is None or self._probing or self._passes:
+            return count
+        best, kept, tokens, reach = 0.0, 0, 0.0, 1.0
+        for at in range(count):
+            reach *= self._rate(draft, at)
+            tokens += reach
+            gain = tokens - outlook.worth * (outlook.verify[at + 2] - outlook.verify[1])
+            if gain > best:
+                best, kept = gain, at + 1
+        return kept
+
+    def _of(self, drafter: str) -> Acceptance:
+        if drafter not in self._acceptance:
+            self._acceptance[drafter] = Acceptance(self._knowledge.prior(drafter), OF_REQUEST)
+        return self._acceptance[drafter]
+
+    def _rate(self, draft: Draft, at: int) -> float:
+        acceptance = self._of(_source(draft, at, self._drafter))
+        if draft.confidence:
+            return acceptance.given(draft.confidence[at])
+        return acceptance.positions(at + 1)[at]
+
+    def _worth(self, verify: tuple[float, ...], draft: DraftCost, rates: list[float], room: int) -> float:
+        """Tokens a second with the best k, if the text goes on as it is."""
+        best = 1 / verify[1]
+        tokens, reach, often = 0.0, 1.0, self._available
+        for k in range(1, room + 1):
+            reach *= rates[k - 1]
+            tokens += reach
+            seconds = verify[1] + often * (draft.call + draft.step * k + verify[k + 1] - verify[1])
+            best = max(best, (1 + often * tokens) / seconds)
+        return best
+
+    def _pays(self, length: int) -> bool:
+        """Whether drafting pays at all, with what a draft model has missed to be read first."""
+        outlook = self._outlook
+        assert outlook is not None
+        gain = outlook.gain(0, 1.0, None) - outlook.worth * outlook.draft.call
+        return gain * _HORIZON > outlook.worth * outlook.draft.read * self._missed(length)
+
+    def _best_length(self) -> int:
+        """k for a drafter that can be asked for a number only."""
+        outlook = self._outlook
+        assert outlook is not None
+        best, chosen, tokens, reach = 0.0, 1, 0.0, 1.0
+        for k in range(1, outlook.room + 1):
+            reach *= outlook.rates[k - 1]
+            tokens += reach
+            seconds = outlook.draft.step * k + outlook.verify[k + 1] - outlook.verify[1]
+            if tokens - outlook.worth * seconds > best:
+                best, chosen = tokens - outlook.worth * seconds, k
+        return chosen
+
+    def _asks_anyway(self, draft: DraftCost, verify: tuple[float, ...]) -> bool:
+        """Copies cost nothing, and each of them may be a better one than the last."""
+        if self._stepwise:
+            return self._copies
+        return draft.call + draft.step < _FREE * verify[1]
+
+    def _may_probe(self, length: int) -> bool:
+        """Whether to try one token again: at growing distances, and within a budget of time."""
+        outlook = self._outlook
+        assert outlook is not None
+        if self._resting < self._gap:
+            return False
+        price = outlook.price(1, self._missed(length)) + outlook.verify[2] - outlook.verify[1]
+        return self._probe_seconds + price <= _PROBE_SHARE * self._elapsed + _PROBE_PASSES * outlook.verify[1]
+
+    # --- learning -----------------------------------------------------------------------------------------------------
+
+    def learn(self, played: Played) -> None:
+        """A round is over."""
+        self._learn_costs(played)
+        self._learn_acceptance(played)
+        self._learn_to_probe(played)
+
+    def _learn_costs(self, played: Played) -> None:
+        outlook, passes = self._outlook, self._passes if self._stepwise else len(played.draft.tokens)
+        draft, missed = None, self._missed(played.length)
+        if played.asked and (passes or not self._stepwise):
+            draft = (passes, missed, played.draft_seconds)
+            self._read = played.length + played.kept
+        if played.asked:
+            self._available += 0.1 * (bool(played.draft.tokens) - self._available)
+        self._knowledge.took(played.kept + 1, played.verify_seconds, draft)
+        if outlook is None:
+            return
+        seconds = outlook.verify[played.kept + 1] + (outlook.price(passes, missed) if draft else 0.0)
+        self._elapsed += seconds
+        if self._probing:
+            lost = seconds - len(played.tokens) * outlook.verify[1]
+            self._probe_seconds = max(self._probe_seconds + lost, -_PROBE_PASSES * outlook.verify[1])
+
+    def _missed(self, length: int) -> int:
+        """Tokens that a draft model would have to read before its first step, beyond the one or two of every round."""
+        return max(0, length - self._read - 2) if self._stepwise else 0
+
+    def _learn_acceptance(self, played: Played) -> None:
+        seen = self._seen(played)
+        for drafter, some in seen.items():
+            _learn(self._of(drafter), some)
+            self._knowledge.verified(drafter, some)
+        if not played.asked and self._outlook is not None:
+            self._of(self._drafter).rest()
+
+    def _seen(self, played: Played) -> dict[str, list[Seen]]:
+        """What became of each draft token that was reached."""
+        draft = played.draft
+        found: dict[str, list[Seen]] = {}
+
+        def add(at: int, value: float, *, verified: bool = True) -> None:
+            confidence = draft.confidence[at] if at < len(draft.confidence) else None
+            source = _source(draft, at, self._drafter)
+            found.setdefault(source, []).append(Seen(at, confidence, value, verified))
+            if source != self._drafter:  # a member of a cascade; positions are those of the whole
+                found.setdefault(self._drafter, []).append(Seen(at, None, value, verified))
+
+        for at in range(min(played.accepted + 1, played.kept)):
+            add(at, 1.0 if at < played.accepted else 0.0)
+        if played.accepted == played.kept:
+            if played.kept < len(draft.tokens):
+                # A copied token that was left out: the token that came instead says whether it would have stood.
+                add(played.kept, float(played.tokens[-1] == draft.tokens[played.kept]))
+            elif self._left_out is not None:
+                add(played.kept, self._left_out, verified=False)
+        return found
+
+    def _learn_to_probe(self, played: Played) -> None:
+        if not played.kept:
+            self._resting += 1
+        elif played.accepted:
+            if self._drafting:
+                self._gap, self._resting = _FIRST_GAP, 0
+        else:
+            self._gap = min(2 * self._gap, _LAST_GAP) if self._probing or self._resting else self._gap
+            self._resting = 0
+
+
+def _source(draft: Draft, at: int, otherwise: str) -> str:
+    return draft.sources[at] if at < len(draft.sources) else otherwise

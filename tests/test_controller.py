@@ -1,0 +1,514 @@
+"""How k is chosen: what pays, what it may depend on, and that it repeats where it must. No test looks at a clock."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from math import isnan
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from scipy.stats import chisquare
+
+from fakes import (
+    ForcedDrafter,
+    TableModel,
+    all_outcomes,
+    always_wrong,
+    decode,
+    greedy,
+    greedy_of,
+    joint_law,
+    loaded_dice,
+    oracle,
+    random_law,
+    softmax,
+)
+from slipstream import InputError, SpeculativeDecoding
+from slipstream.controller import Adaptive, Fixed, Halving, Played, make_policy
+from slipstream.drafters import ModelDrafter, NoDrafter, SuffixDrafter
+from slipstream.estimates import MOST, OF_REQUEST, Acceptance, Costs, Prior
+from slipstream.measure.simulation import Simulated, World, simulate
+from slipstream.types import Draft
+
+V = 12
+LAW = random_law(V, seed=1)
+PROMPT = [3, 1, 4]
+
+
+@pytest.fixture(scope="module")
+def study() -> Any:
+    """benchmarks/control.py."""
+    spec = importlib.util.spec_from_file_location("control", Path(__file__).parents[1] / "benchmarks" / "control.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+# --- fixed and halving ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wrong", [-1, True, 2.5, "fast", None, Adaptive, [4]])
+def test_what_k_may_be(wrong: Any) -> None:
+    assert make_policy(3) == Fixed(3)
+    assert make_policy("halving").name == "halving"
+    assert make_policy("adaptive").name == "adaptive"
+    own = Halving(4)
+    assert make_policy(own) is own
+    with pytest.raises(InputError, match="'adaptive', 'halving', 0"):
+        make_policy(wrong)
+
+
+def test_halving_halves_once_after_the_first_rejection() -> None:
+    """It kept on halving, so that one hard sentence left k at 1."""
+    expected = greedy(LAW, PROMPT, 90)
+    sequence = [*PROMPT, *expected]
+    turn = iter([None, 3, None, 0, 2, *[None] * 99])
+
+    def propose(tokens: Sequence[int], k: int) -> list[int]:
+        wrong = next(turn)
+        right = sequence[len(tokens) : len(tokens) + k]
+        return [(t + 1) % V if i == wrong else t for i, t in enumerate(right)]
+
+    answer, rounds = decode(TableModel(LAW, V), ForcedDrafter(propose), PROMPT, k="halving", max_new_tokens=40)
+    assert answer == expected[:40]
+    assert [r.k for r in rounds][:8] == [0, 8, 8, 4, 4, 4, 4, 4]
+    assert [r.num_accepted for r in rounds][1:5] == [8, 3, 4, 0]
+
+
+# --- exactness: whatever a controller decides -------------------------------------------------------------------------
+
+THREE = random_law(3, seed=21, order=1, spread=1.5)
+OTHER = random_law(3, seed=22, order=1, spread=1.5)
+
+
+class Adversary:
+    """Decides by everything that it may look at, as unfavourably as it can: it likes to go on where 0 was drawn."""
+
+    gated = True
+
+    def __init__(self) -> None:
+        self.past: list[int] = []
+        self.accepted = 0
+        self.asked: list[tuple[int, float]] = []
+
+    def ask(self, room: int, length: int) -> int:
+        return min(room, [2, 3, 0, 1][(sum(self.past) + self.accepted + length) % 4])
+
+    def goes_on(self, drafted: int, confidence: float) -> bool:
+        self.asked.append((drafted, confidence))
+        if isnan(confidence):
+            return (sum(self.past) + drafted) % 3 != 1
+        return confidence > 0.5 or (drafted + self.accepted) % 2 == 0
+
+    def keep(self, draft: Draft) -> int:
+        stop = next((i for i, t in enumerate(draft.tokens) if t == 1), len(draft.tokens))
+        return stop if self.accepted % 2 == 0 else len(draft.tokens) // 2
+
+    def learn(self, played: Played) -> None:
+        self.past += played.tokens
+        self.accepted += played.accepted
+
+
+def peeking(tokens: Sequence[int], k: int) -> Sequence[int]:
+    return greedy_of(OTHER).draft(tokens, k).tokens
+
+
+DRAFTERS: dict[str, Callable[[], Any]] = {
+    "model": lambda: ModelDrafter(TableModel(OTHER, 3), 3),
+    "same model": lambda: ModelDrafter(TableModel(THREE, 3), 3),
+    "copies": lambda: ForcedDrafter(peeking),
+    "suffix": lambda: SuffixDrafter(min_probability=0),
+}
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("kind", DRAFTERS)
+def test_no_controller_changes_the_law(kind: str, temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By enumeration, to 1e-12. A drawn token that is dropped, or a cut that knows it, would bias the answer."""
+    prompt = [1, 2, 1] if kind == "suffix" else [1]
+    settings: dict[str, Any] = {"max_new_tokens": 4 if kind != "model" else 3, "temperature": temperature}
+
+    def program(dice: Any) -> tuple[int, ...]:
+        with monkeypatch.context() as loaded:
+            loaded_dice(loaded, dice)
+            target = TableModel(THREE, 3)
+            return tuple(decode(target, DRAFTERS[kind](), prompt, controller=Adversary(), **settings)[0])
+
+    law = all_outcomes(program)
+    expected = joint_law(THREE, prompt, settings["max_new_tokens"], lambda row, _: softmax(row / temperature, []))
+    assert sum(law.values()) == pytest.approx(1, abs=1e-12)
+    assert {s: law.get(s, 0.0) for s in expected} == pytest.approx(expected, abs=1e-12)
+
+
+@pytest.mark.parametrize("policy", ["adversary", "adaptive", "halving"])
+@pytest.mark.parametrize("kind", ["model", "copies"])
+def test_no_controller_changes_the_law_by_chi_square(kind: str, policy: str) -> None:
+    drafter, samples = DRAFTERS[kind](), 700
+    shared = Adaptive()
+
+    def answer(seed: int) -> tuple[int, ...]:
+        chosen = (
+            {"controller": Adversary()} if policy == "adversary" else {"k": shared if policy == "adaptive" else policy}
+        )
+        given = {"max_new_tokens": 5, "temperature": 1.0, "seed": seed, **chosen}
+        return tuple(decode(TableModel(THREE, 3), drafter, [1], **given)[0])
+
+    counts = Counter(answer(seed)[2:] for seed in range(samples))
+    expected: Counter[Any] = Counter()
+    for sequence, p in joint_law(THREE, [1], 5, softmax).items():
+        expected[sequence[2:]] += p
+    often = [s for s, p in expected.items() if samples * p >= 5]
+    observed, wanted = [counts[s] for s in often], [samples * expected[s] for s in often]
+    rest = samples - sum(wanted)
+    assert chisquare([*observed, samples - sum(observed)], [*wanted, rest]).pvalue > 1e-3
+
+
+@pytest.mark.parametrize("k", ["adaptive", "halving"])
+@pytest.mark.parametrize("kind", ["model", "same", "oracle", "wrong", "suffix"])
+def test_greedy_answers_stay_what_they_are(kind: str, k: str) -> None:
+    expected = greedy(LAW, PROMPT, 60)
+    made: dict[str, Any] = {
+        "model": ModelDrafter(TableModel(random_law(V, seed=9), V), V),
+        "same": ModelDrafter(TableModel(LAW, V), V),
+        "oracle": oracle([*PROMPT, *expected]),
+        "wrong": always_wrong([*PROMPT, *expected], V),
+        "suffix": SuffixDrafter(min_probability=0),
+    }
+    assert decode(TableModel(LAW, V), made[kind], PROMPT, k=k, max_new_tokens=60)[0] == expected
+
+
+# --- the gate ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_model_drafter_asks_before_each_pass_and_before_each_draw(temperature: float) -> None:
+    """At temperature 0 every q is one-hot, so the confidence is that of the logits."""
+    controller = Adversary()
+    controller.ask = lambda room, length: min(room, 3)  # type: ignore[method-assign]
+    controller.goes_on = lambda d, c: controller.asked.append((d, c)) or True  # type: ignore[func-returns-value,method-assign]
+    controller.keep = lambda draft: len(draft.tokens)  # type: ignore[method-assign]
+    decode(
+        TableModel(LAW, V), ModelDrafter(TableModel(LAW, V), V), PROMPT, controller=controller, max_new_tokens=20,
+        temperature=temperature,
+    )  # fmt: skip
+    asked = controller.asked
+    assert [d for d, _ in asked[:6]] == [0, 0, 1, 1, 2, 2]
+    assert all(isnan(c) for _, c in asked[::2])
+    assert all(1 / V <= c <= 1 for _, c in asked[1::2])
+    first = greedy(LAW, PROMPT, 1) if temperature == 0 else None
+    if first is not None:
+        assert asked[1][1] == pytest.approx(float(torch.softmax(LAW([*PROMPT, *first]), -1).max()))
+        assert len({round(c, 6) for _, c in asked[1::2]}) > 3
+
+
+def test_a_stopped_draft_says_so_and_costs_no_pass() -> None:
+    draft = TableModel(LAW, V)
+    session = ModelDrafter(draft, V).start(sampler())
+    session.gate = lambda drafted, confidence: drafted < 2
+    made = session.draft(PROMPT, 5)
+    assert (len(made.tokens), made.ended, len(made.confidence)) == (2, "controller", 2)
+    assert len(draft.calls) == 2
+    session.gate = lambda drafted, confidence: False
+    assert session.draft([*PROMPT, *made.tokens], 5) == Draft(ended="controller")
+    assert len(draft.calls) == 2
+
+
+def test_a_session_that_was_stopped_before_its_first_pass_catches_up() -> None:
+    """It took tokens for read that it had only been shown, and cut its cache to more than was in it."""
+    session = ModelDrafter(TableModel(LAW, V), V).start(sampler())
+    session.gate = lambda drafted, confidence: False
+    session.draft(PROMPT, 3)
+    session.draft([*PROMPT, 1, 2], 3)
+    session.gate = None
+    assert session.draft([*PROMPT, 1, 2, 5], 3).tokens == tuple(greedy(LAW, [*PROMPT, 1, 2, 5], 3))
+
+
+def sampler() -> Any:
+    from slipstream.sampling import Sampler
+    from slipstream.types import SamplingParams
+
+    return Sampler(SamplingParams(), len(PROMPT), (), 0)
+
+
+def test_copies_are_cut_and_say_so() -> None:
+    expected = greedy(LAW, PROMPT, 12)
+    controller = Adversary()
+    controller.ask = lambda room, length: room  # type: ignore[method-assign]
+    controller.keep = lambda draft: 1  # type: ignore[method-assign]
+    answer, rounds = decode(
+        TableModel(LAW, V), oracle([*PROMPT, *expected]), PROMPT, controller=controller, max_new_tokens=12
+    )
+    assert answer == expected
+    assert [(r.num_drafted, r.ended) for r in rounds[1:4]] == [(1, "controller")] * 3
+    assert rounds[1].k == 10
+    assert rounds[0].ended is None
+    assert rounds[1].sources == ("forced",)
+
+
+# --- adaptive, simulated ----------------------------------------------------------------------------------------------
+
+
+def linear(slope: float) -> Callable[[int], float]:
+    return lambda n: 1 + slope * (n - 1)
+
+
+def asked_places(result: Simulated) -> Iterator[tuple[int, Played]]:
+    place = 0
+    for played in result.played:
+        yield place, played
+        place += len(played.tokens)
+
+
+@pytest.mark.parametrize(("step", "slope"), [(0.05, 0.02), (0.1, 0.05), (0.3, 0.05), (0.6, 0.1), (0.0, 0.1)])
+@pytest.mark.parametrize("stepwise", [True, False])
+def test_a_useless_draft_costs_next_to_nothing(step: float, slope: float, stepwise: bool) -> None:
+    """W1. Within 60 rounds to plain decoding, by then at most 12 plain passes lost; then probes, one in 17 at most."""
+    world = World(step, linear(slope), lambda _p, _j: 0.0, read=0.02 * step, stepwise=stepwise)
+    result = simulate(world, Adaptive(), 1500)
+    assert result.seconds <= 1.02 * result.tokens
+    places = [place for place, played in asked_places(result) if played.kept]
+    late = [place for place in places if place >= 60]
+    assert len(late) <= 1500 / 16
+    assert all(played.kept <= 1 for place, played in asked_places(result) if place >= 60)
+    assert sum(p.draft_seconds + p.verify_seconds - 1 for place, p in asked_places(result) if place < 60) < 12
+    if stepwise:
+        assert all(not p.draft.tokens and not p.draft_seconds for p in result.played if not p.asked)
+
+
+@pytest.mark.parametrize(("step", "slope", "rounds"), [(0.05, 0.02, 40), (0.1, 0.05, 40), (0.3, 0.05, 140)])
+def test_it_recovers_when_the_text_turns_easy(step: float, slope: float, rounds: int) -> None:
+    """At the next probe, which comes every 17 rounds, or as often as a hundredth of the time allows."""
+    world = World(step, linear(slope), lambda place, _j: 0.9 if place >= 400 else 0.0, read=0.02 * step)
+    result = simulate(world, Adaptive(), 1000)
+    after = [played for place, played in asked_places(result) if place >= 400]
+    assert sum(played.kept >= 1 for played in after[rounds:]) > 0.9 * len(after[rounds:])
+    assert sum(len(played.tokens) for played in after[rounds:]) > 2.2 * len(after[rounds:])
+
+
+def test_reading_what_was_missed_is_priced_in() -> None:
+    """Probing had a draft model read hundreds of tokens for one guess."""
+    dear = World(0.3, linear(0.05), lambda _p, _j: 0.0, read=0.1)
+    result = simulate(dear, Adaptive(), 1500)
+    assert result.seconds <= 1.02 * result.tokens
+
+
+def test_against_every_fixed_k_with_hindsight(study: Any) -> None:
+    """A sample of benchmarks/control.py: at least 0.95 of the best in a short run, and 0.98 of plain."""
+    chosen = ["c=0.1 b=.05 alpha 0.8", "c=0.3 b=.05 alpha 0.5", "c=0.2 b=.02 switching .95/.1 every 100"]
+    for name, world in study.worlds():
+        if name in chosen:
+            own = study.speed(world, Adaptive(shared=False), 1000, range(1))
+            best, _ = study.best_fixed(world, 1000, range(1))
+            assert own >= 0.95 * best, name
+            assert own >= 0.98, name
+
+
+def test_confidence_tells_where_to_stop(study: Any) -> None:
+    """A drafter that knows when it is right beats any fixed k."""
+    knows = study.known_chances(5)
+    world = World(0.2, linear(0.05), lambda place, _j: knows(place), confidence=knows)
+    best, _ = study.best_fixed(world, 1000, range(1))
+    assert simulate(world, Adaptive(), 1000).speed > 1.03 * best
+
+
+def test_requests_start_from_what_earlier_ones_saw() -> None:
+    world = World(0.3, linear(0.05), lambda _p, _j: 0.0)
+    together, apart = Adaptive(), Adaptive(shared=False)
+    first = [simulate(world, policy, 150).seconds for policy in (together, apart)]
+    again = [simulate(world, policy, 150).seconds for policy in (together, apart)]
+    assert first[0] == first[1] == again[1]
+    assert again[0] < first[0] - 1
+    assert together.start(object(), "d", repeatable=False, isolated=True)._knowledge is not (  # type: ignore[attr-defined]
+        together.start(object(), "d", repeatable=False, isolated=False)._knowledge  # type: ignore[attr-defined]
+    )
+
+
+# --- seeds ------------------------------------------------------------------------------------------------------------
+
+
+def jumping_clock(steps: Sequence[float]) -> Callable[[], float]:
+    """A clock that runs at another pace at every look."""
+    now, looks = 0.0, 0
+
+    def clock() -> float:
+        nonlocal now, looks
+        now += steps[looks % len(steps)]
+        looks += 1
+        return now
+
+    return clock
+
+
+@pytest.mark.parametrize("drafting", ["model", "suffix"])
+def test_a_seeded_request_repeats_whatever_the_clock_says(drafting: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """k followed the clock, and with k the random numbers that met each token."""
+    law, other = random_law(V, seed=3, order=1), random_law(V, seed=4, order=1)
+
+    def made() -> SpeculativeDecoding:
+        draft: Any = TableModel(other, V) if drafting == "model" else "suffix"
+        return SpeculativeDecoding(TableModel(law, V), draft, temperature=1.0, max_new_tokens=80)
+
+    answers, paces = [], [[1.0], [0.001, 5.0, 0.2], [7.0, 0.1, 0.1, 3.0, 0.01], [1e-9]]
+    one = made()
+    for number, pace in enumerate(paces):
+        monkeypatch.setattr("slipstream.decode.perf_counter", jumping_clock(pace))
+        for spec in (one, made()):
+            for history in range(number):
+                spec.complete([[1, 2, history]])
+            [output] = spec.complete([PROMPT], seed=11)
+            answers.append(output.tokens)
+    assert len(set(answers)) == 1
+    [other_seed] = one.complete([PROMPT], seed=12)
+    assert other_seed.tokens != answers[0]
+
+
+def test_bit_exact_answers_do_not_depend_on_k(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Random numbers that belong to positions: there the clock may have its way."""
+    law = random_law(V, seed=3, order=1)
+    plain, _ = decode(TableModel(law, V), NoDrafter(), PROMPT, coupled=True, temperature=1.0, max_new_tokens=60)
+    for pace in ([1.0], [0.001, 5.0, 0.2], [7.0, 0.1, 0.1, 3.0, 0.01]):
+        monkeypatch.setattr("slipstream.decode.perf_counter", jumping_clock(pace))
+        drafter = ModelDrafter(TableModel(random_law(V, seed=4, order=1), V), V)
+        answer, rounds = decode(
+            TableModel(law, V), drafter, PROMPT, k="adaptive", coupled=True, temperature=1.0, max_new_tokens=60
+        )
+        assert answer == plain
+        assert any(r.num_drafted for r in rounds)
+
+
+def test_isolated_requests_leave_nothing_behind() -> None:
+    spec = SpeculativeDecoding(TableModel(LAW, V), "suffix", max_new_tokens=40)
+    spec.complete([PROMPT], share=False)
+    assert not spec.policy._knowledge  # type: ignore[attr-defined]
+    spec.complete([PROMPT])
+    assert spec.policy._knowledge  # type: ignore[attr-defined]
+
+
+# --- estimates --------------------------------------------------------------------------------------------------------
+
+
+def test_costs_before_anything_is_measured() -> None:
+    costs = Costs(0.15)
+    assert costs.verify()[1] == 1
+    assert costs.verify()[5] == pytest.approx(1.2)
+    assert (costs.draft().call, costs.draft().step) == (0, pytest.approx(0.15))
+
+
+def test_costs_follow_what_is_measured() -> None:
+    costs = Costs(0.15)
+    for _ in range(5):
+        costs.verified(1, 0.1)
+        costs.verified(5, 0.14)
+        costs.drafted(2, 1, 0.05)
+        costs.drafted(4, 1, 0.09)
+        costs.drafted(2, 100, 0.55)
+    costs.verified(5, 30.0)  # a hiccup
+    v = costs.verify()
+    assert (v[1], v[5]) == (pytest.approx(0.1), pytest.approx(0.14))
+    assert 0.1 < v[3] <= 0.12
+    assert list(v) == sorted(v)
+    draft = costs.draft()
+    assert (draft.call, draft.step) == (pytest.approx(0.01), pytest.approx(0.02))
+    assert draft.read == pytest.approx(0.005)
+
+
+def test_a_pass_over_more_rows_is_never_taken_for_cheaper() -> None:
+    costs = Costs(0.15)
+    for rows, seconds in ((1, 1.0), (3, 1.4), (4, 1.2), (9, 1.1)):
+        for _ in range(3):
+            costs.verified(rows, seconds)
+    assert list(costs.verify()) == sorted(costs.verify())
+    assert len(costs.verify()) == MOST + 2
+
+
+def test_fixed_costs_learn_nothing() -> None:
+    costs = Costs(0.15, fixed=True)
+    before = costs.verify(), costs.draft()
+    costs.verified(1, 9.0)
+    costs.drafted(3, 1, 9.0)
+    assert (costs.verify(), costs.draft()) == before
+
+
+def test_acceptance_follows_positions_and_confidence() -> None:
+    acceptance = Acceptance(Prior(), OF_REQUEST)
+    luck = torch.Generator().manual_seed(0)
+    for _ in range(400):
+        for position, rate in enumerate((0.9, 0.6)):
+            sure = float(torch.rand((), generator=luck))
+            right = float(torch.rand((), generator=luck)) < (rate if sure > 0.5 else rate - 0.4)
+            acceptance.verified(position, sure, float(right))
+        acceptance.end_round()
+    first, second = acceptance.positions(2)
+    assert first == pytest.approx(0.7, abs=0.12)
+    assert second == pytest.approx(0.4, abs=0.12)
+    assert acceptance.given(0.95) - acceptance.given(0.3) == pytest.approx(0.4, abs=0.15)
+
+
+def test_acceptance_turns_with_the_text() -> None:
+    """A hundred easy tokens took as many hard ones to be outweighed."""
+    acceptance = Acceptance(Prior(), OF_REQUEST)
+    for _ in range(200):
+        acceptance.verified(0, None, 1.0)
+    for _ in range(12):
+        acceptance.verified(0, None, 0.0)
+    assert acceptance.level < 0.5
+
+
+def test_a_new_request_believes_the_earlier_ones_only_so_much() -> None:
+    old = Acceptance(Prior(), OF_REQUEST)
+    for _ in range(300):
+        old.verified(0, 0.5, 0.0)
+    new = Acceptance(old.summary(8.0), OF_REQUEST)
+    assert new.level < 0.2
+    for _ in range(20):
+        new.verified(0, 0.5, 1.0)
+    assert new.level > 0.6
+
+
+# --- what is told -----------------------------------------------------------------------------------------------------
+
+
+def test_statistics_of_drafts_from_several_sources() -> None:
+    expected = greedy(LAW, PROMPT, 30)
+    sequence = [*PROMPT, *expected]
+
+    def propose(tokens: Sequence[int], k: int) -> Draft:
+        right = tuple(sequence[len(tokens) : len(tokens) + min(k, 3)])
+        return Draft(right, ended="no match", sources=("suffix", "model", "model")[: len(right)])
+
+    spec = SpeculativeDecoding(TableModel(LAW, V), ForcedDrafter(propose), 5, max_new_tokens=30)
+    stream = spec.stream(PROMPT)
+    output = stream.finish()
+    stats = output.stats
+    assert list(output.tokens) == expected
+    assert sum(stats.drafted_by.values()) == stats.drafted
+    assert stats.drafted_by["model"] > stats.drafted_by["suffix"] > 5
+    assert stats.accepted_by == stats.drafted_by
+    assert stats.rounds_by_end == {"no match": sum(r.k > 0 for r in stream.rounds)}
+    assert sum(stats.rounds_by_k.values()) == stats.rounds - 1
+    assert stats.mean_k == pytest.approx(stats.drafted / (stats.rounds - 1))
+    assert [r.k for r in stream.rounds[:4]] == [0, 5, 5, 5]
+
+
+def test_ids_that_the_target_cannot_emit_end_a_draft_by_vocabulary() -> None:
+    drafter = ForcedDrafter(lambda tokens, k: [0, V + 1, 0][:k])
+    target = TableModel(LAW, V, embedding=V + 4)
+    _, rounds = decode(target, drafter, PROMPT, k=3, max_new_tokens=9)
+    assert {r.ended for r in rounds[1:-2]} == {"vocabulary"}
+
+
+def test_the_simulator_is_the_arithmetic_of_the_theory() -> None:
+    """S(k) = E(k) / (c k + v(k + 1)), with the costs and the acceptance that it was given."""
+    world = World(0.1, linear(0.05), lambda _p, _j: 0.8)
+    for k in (0, 1, 4):
+        theory = sum(0.8**j for j in range(k + 1)) / (0.1 * k + 1 + 0.05 * k)
+        result = simulate(replace(world, seed=k), Fixed(k), 3000)
+        assert result.speed == pytest.approx(theory)
+        assert result.tokens == pytest.approx(result.expected, rel=0.05)
