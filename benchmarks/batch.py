@@ -2,8 +2,8 @@
 
     python benchmarks/batch.py TARGET --draft DRAFT [--requests 1,2,4,8,16,32] [--out benchmarks/results/batch.json]
 
-In every turn each number of requests is answered plainly and with drafts, in turn; ratios are taken within a turn. Prints a
-table and, as the last line, one JSON document.
+In every turn each number of requests is answered plainly and with drafts, in turn; ratios are taken within a turn. Prints
+a table and, as the last line, one JSON document.
 """
 
 from __future__ import annotations
@@ -76,7 +76,9 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
     names |= {"drafted_a_round": "k", "tokens_a_round": "tokens a round"}
     table = Table("requests", *names.values())
     for row in rows:
-        table.add_row(str(row["requests"]), *(f"{row[n].median:.2f} [{row[n].low:.2f}-{row[n].high:.2f}]" for n in names))
+        table.add_row(
+            str(row["requests"]), *(f"{row[n].median:.2f} [{row[n].low:.2f}-{row[n].high:.2f}]" for n in names)
+        )
     Console(width=140).print(table)
 
 

@@ -29,8 +29,8 @@ class Job:
     answer: Answer
     progress: Progress
     """Its cache is of use only while there are ``slots``."""
-    slots: dict[int, Slot] = field(default_factory=dict)
-    """Its places in memory, by the id of the model."""
+    slots: list[Slot] = field(default_factory=list)
+    """Its places in memory: in the target's arena, then in those of draft models."""
     since: float = field(default_factory=perf_counter)
     draft_seconds: float = 0.0
     read_seconds: float = 0.0

@@ -43,29 +43,30 @@ class Seats:
         kept = int(memory * limits.prefix) if hosted else 0
         self.prefixes = PrefixCache(kept) if kept else None
         self.arenas = make_arenas([target, *draft_models], memory - kept)
-        self._target = target
-        self._models = [target, *draft_models]
+        """The target's, then one for each draft model, which may be the target once more."""
 
     @property
     def positions(self) -> int:
         """How many tokens all requests together may have at a time."""
-        return self.arenas[id(self._target)].positions
+        return self.arenas[0].positions
 
     def take(self, job: Job) -> bool:
         """Find a place for what it has so far and some more, and begin there anew; False if there is none."""
         need = len(job.tokens) + 1
         want = min(job.decoder.max_length, need + _AHEAD)
-        for model in self._models if job.reads_draft else [self._target]:
-            slot = self.arenas[id(model)].take(need, want)
+        for arena in self.arenas if job.reads_draft else self.arenas[:1]:
+            slot = arena.take(need, want)
             if slot is None:
                 self._vacate(job)
                 return False
-            job.slots[id(model)] = slot
-        job.progress.cache = job.slots[id(self._target)].cache
+            job.slots.append(slot)
+        job.progress.cache = job.slots[0].cache
         job.decoder.share(job.progress)
         session: Any = job.decoder.session
         if job.reads_draft:
-            session.lend(lambda model: job.slots[id(model)].cache)
+            drafting = zip(self.arenas[1:], job.slots[1:], strict=True)
+            caches = {id(arena.model): slot.cache for arena, slot in drafting}
+            session.lend(lambda model: caches[id(model)])
         if self.prefixes is not None and job.shares:
             self.prefixes.fill(job.tokens, job.cache)
         return True
@@ -73,13 +74,13 @@ class Seats:
     def grow(self, job: Job, need: int) -> bool:
         """Make room for ``need`` tokens; False if there is none."""
         want = min(need + max(QUANTUM, need // 2), job.decoder.max_length)
-        return all(self.arenas[model].grow(slot, need, want) for model, slot in job.slots.items())
+        return all(arena.grow(slot, need, want) for arena, slot in zip(self.arenas, job.slots, strict=False))
 
     def fits(self, job: Job, read: Read) -> bool:
         """Make room for a pass of a draft model, which may need more tokens than the target for the same text."""
-        slot = job.slots.get(id(read.model))
         need = read.cache.length + len(read.tokens)
-        return slot is None or slot.cache is not read.cache or self.arenas[id(read.model)].grow(slot, need)
+        own = [pair for pair in zip(self.arenas, job.slots, strict=False) if pair[1].cache is read.cache]
+        return all(arena.grow(slot, need) for arena, slot in own)
 
     def leave(self, job: Job, *, keep: bool = True) -> None:
         """Give its place up."""
@@ -100,8 +101,8 @@ class Seats:
         return any(common(other.tokens, job.tokens[:-1]) > held for other in readers(running) if other.shares)
 
     def _vacate(self, job: Job) -> None:
-        for model, slot in job.slots.items():
-            self.arenas[model].give_back(slot)
+        for arena, slot in zip(self.arenas, job.slots, strict=False):
+            arena.give_back(slot)
         job.slots.clear()
 
 

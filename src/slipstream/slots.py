@@ -142,8 +142,8 @@ class Arena:
         return part.view(*self._rows, capacity, self._size)
 
 
-def make_arenas(models: list[Model], memory: int) -> dict[int, Arena]:
-    """An arena for each model, by its id: all of the same number of positions, of ``memory`` bytes together.
+def make_arenas(models: list[Model], memory: int) -> list[Arena]:
+    """An arena for each model: all of the same number of positions, of ``memory`` bytes together.
 
     Raises:
         InputError: it is not enough for anything.
@@ -154,7 +154,7 @@ def make_arenas(models: list[Model], memory: int) -> dict[int, Arena]:
         raise InputError(
             f"memory={memory} bytes hold {positions} tokens at {each:,} bytes each; give at least {QUANTUM * each:,}"
         )
-    return {id(model): Arena(model, positions) for model in models}
+    return [Arena(model, positions) for model in models]
 
 
 def _whole(positions: int) -> int:
