@@ -2,8 +2,8 @@
 
     python benchmarks/batch.py TARGET --draft DRAFT [--requests 1,2,4,8,16,32] [--out benchmarks/results/batch.json]
 
-In every turn each number of requests is answered plainly and with drafts, in turn; ratios are taken within a turn. Prints
-a table and, as the last line, one JSON document.
+In every turn each number of requests is answered plainly and with drafts, in turn; ratios are taken within a turn.
+Prints a table and, as the last line, one JSON document.
 """
 
 from __future__ import annotations
