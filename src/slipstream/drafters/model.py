@@ -138,6 +138,7 @@ class DrawingSession:
     def lend(self, new_cache: Callable[[Model], Cache]) -> None:
         """Start anew with a cache from ``new_cache``."""
         self._cache = new_cache(self._model)
+        self._fed = []
 
     def catch_up(self, tokens: Sequence[int], most: int) -> Generator[Read, Tensor, int]:
         """Read up to ``most`` of the ``tokens`` that it has not read; returns how many are left but for the last."""
