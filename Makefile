@@ -22,7 +22,7 @@ model: setup
 	@test "$(SLIPSTREAM_SKIP_REAL_WEIGHTS)" = 1 || $(BIN)/slipstream models fetch smollm2-135m
 
 test: model ## every test but the slow ones (PYTEST_ARGS='-k name')
-	$(OFFLINE) $(BIN)/python -m pytest -m "not slow" $(PYTEST_ARGS)
+	$(OFFLINE) $(BIN)/python -m pytest -n auto -m "not slow" $(PYTEST_ARGS)
 
 test-all: model ## every test
 	$(OFFLINE) $(BIN)/python -m pytest $(PYTEST_ARGS)

@@ -1024,6 +1024,22 @@ def test_bench_measures_everything(roomy: tuple[Path, Path], prompts: str, tmp_p
     assert [f.name for f in tmp_path.iterdir() if f.name.startswith(".")] == []
 
 
+def test_policies_beside_numbers(roomy: tuple[Path, Path], prompts: str, tmp_path: Path) -> None:
+    target, draft = roomy
+    plot = tmp_path / "plot.svg"
+    args = (
+        target, "--draft", draft, "-k", "halving,2,adaptive", "--prompts", prompts, "-n", 16, "--repeat", 1,
+        "--ignore-eos", "--weights", "fp32", "--draft-weights", "fp32", "--plot", plot, "--json",
+    )  # fmt: skip
+    result = invoke(*args)
+    assert result.exit_code == 0, (result.output, result.exception)
+    found = json.loads(result.stdout)
+    named = [(c["name"], c["k"]) for c in found["contenders"]]
+    assert named == [(PLAIN, 0), ("draft k=2", 2), ("draft adaptive", "adaptive"), ("draft halving", "halving")]
+    assert all(f["identical_share"] == 1 for f in found["overall"].values())
+    ET.fromstring(plot.read_text())
+
+
 def check_figures(found: dict[str, Any]) -> None:
     for name, f in found["overall"].items():
         assert f["identical_share"] == 1, name

@@ -114,7 +114,9 @@ def refused(result: Result, *fragments: str) -> None:
         (["extra"], "one argument too many"),
         (["--prompt-file", "/no/such/file"], "'/no/such/file'"),
         (["-p", "a", "-k", "-1"], "-k -1"),
-        (["-p", "a", "-k", "many"], "'many'"),
+        (["-p", "a", "-k", "many"], "'many' is no number of draft tokens; use adaptive, halving or a number"),
+        (["-p", "a", "--plot", "a.txt"], "neither a .png nor a .svg"),
+        (["-p", "a", "--plot", "/no/such/folder/a.svg"], "/no/such/folder/a.svg"),
         (["-p", "a", "--rule", "blocks"], "'blocks'"),
         (["-p", "a", "--top-p", "0"], "top_p=0"),
         (["-p", "a", "--top-p", "1.5"], "top_p=1.5"),
@@ -289,6 +291,24 @@ def test_json_is_one_document(tiny_checkpoint: Path) -> None:
     assert document["answer"]["finish_reason"] == "length"
     assert document["answer"]["peak_memory_bytes"] > 1_000_000
     assert document["sampling"]["max_new_tokens"] == 12
+
+
+def test_every_round_is_told(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    """k as asked for and as drafted, why drafts ended, who drafted, and a picture of it."""
+    picture = tmp_path / "k.svg"
+    args = ("-p", "the the", "-n", 30, "--ignore-eos", "--json", "--plot", picture)
+    assert json.loads(invoke("generate", tiny_checkpoint, *args).stdout)["k"] == "adaptive"
+    result = invoke("generate", tiny_checkpoint, "--draft", tiny_checkpoint, "-k", "halving", *args)
+    document = json.loads(result.stdout)
+    assert document["k"] == "halving"
+    rounds, stats = document["answer"]["rounds"], document["answer"]["stats"]
+    assert (rounds[0]["k"], rounds[0]["ended"]) == (0, None)
+    assert sum(r["drafted"] for r in rounds) == stats["drafted"] == sum(stats["drafted_by"].values()) > 0
+    assert sum(r["accepted"] for r in rounds) == stats["accepted"] == sum(stats["accepted_by"].values())
+    assert all(len(r["sources"]) == r["drafted"] <= r["k"] for r in rounds)
+    assert [Path(name).name for name in stats["drafted_by"]] == [tiny_checkpoint.name]
+    assert f"mean {stats['mean_k']:.1f}" in result.stderr
+    assert "<svg" in picture.read_text()
 
 
 def test_same_seed_same_answer(tiny_checkpoint: Path) -> None:

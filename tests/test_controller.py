@@ -299,6 +299,14 @@ def test_reading_what_was_missed_is_priced_in() -> None:
     assert result.seconds <= 1.02 * result.tokens
 
 
+def test_a_long_prompt_is_not_read_by_a_draft_that_cannot_earn_it_back() -> None:
+    world = World(0.6, linear(0.05), lambda _p, _j: 0.7, read=0.06)
+    result = simulate(world, Adaptive(), 100, prompt=5000)
+    assert result.seconds <= 1.02 * result.tokens
+    assert not any(played.draft.tokens for played in result.played)
+    assert any(played.draft.tokens for played in simulate(world, Adaptive(), 100).played)
+
+
 def test_against_every_fixed_k_with_hindsight(study: Any) -> None:
     """A sample of benchmarks/control.py: at least 0.95 of the best in a short run, and 0.98 of plain."""
     chosen = ["c=0.1 b=.05 alpha 0.8", "c=0.3 b=.05 alpha 0.5", "c=0.2 b=.02 switching .95/.1 every 100"]

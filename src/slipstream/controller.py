@@ -8,7 +8,7 @@ a token that it may still leave out, except a copied one, which is a function of
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import isnan
 from threading import Lock
@@ -279,6 +279,8 @@ _FIRST_GAP, _LAST_GAP = 4, 16
 _HORIZON = 24
 #: A drafter whose call costs less than this share of a plain pass is asked always.
 _FREE = 0.01
+#: Tokens that are reached less often than this do not matter.
+_NO_REACH = 1e-3
 
 
 @dataclass(frozen=True)
@@ -297,25 +299,26 @@ class Outlook:
         """Seconds of a draft."""
         return self.draft.call + self.draft.step * passes + self.draft.read * missed
 
-    def gain(self, at: int, reach: float, first: float | None) -> float:
-        """Tokens that drafting on after ``at`` tokens brings at best, less what its time is worth; may be negative.
+    def gains(self, at: int, reach: float, first: float | None) -> Iterator[float]:
+        """For 1, 2, ... more tokens: how many stand on average, less what their time is worth.
 
         Args:
             at: tokens drafted so far.
             reach: probability that all of them are accepted.
             first: acceptance of the next one if its pass is done already; None if it must be paid for.
         """
-        best, tokens = -1.0, 0.0
-        for steps in range(1, self.room - at + 1):
-            rate = self.rates[at + steps - 1] if first is None or steps > 1 else first
-            reach *= rate
+        tokens, seconds = 0.0, -self.verify[at + 1] - (0.0 if first is None else self.draft.step)
+        for ahead in range(at, self.room):
+            reach *= self.rates[ahead] if first is None or ahead > at else first
             tokens += reach
-            passes = steps if first is None else steps - 1
-            seconds = self.verify[at + steps + 1] - self.verify[at + 1] + self.draft.step * passes
-            best = max(best, tokens - self.worth * seconds)
-            if reach < 1e-3:
-                break
-        return best
+            seconds += self.draft.step
+            yield tokens - self.worth * (seconds + self.verify[ahead + 2])
+            if reach < _NO_REACH:
+                return
+
+    def pays(self, at: int, reach: float, first: float | None) -> bool:
+        """Whether some number of further tokens is worth its time; arguments as in ``gains``."""
+        return any(gain > 0 for gain in self.gains(at, reach, first))
 
 
 class AdaptiveController:
@@ -370,7 +373,7 @@ class AdaptiveController:
         if outlook is None or drafted >= outlook.room:
             return False
         if isnan(confidence):  # only who needs a pass asks so
-            yes = drafted == 0 if self._probing else self._drafting and outlook.gain(drafted, self._reach, None) > 0
+            yes = drafted == 0 if self._probing else self._drafting and outlook.pays(drafted, self._reach, None)
             self._passes += yes
             return yes
         if self._probing:
@@ -378,7 +381,7 @@ class AdaptiveController:
         acceptance = self._of(source or self._drafter)
         rate = acceptance.given(confidence)
         due = drafted == 0 and self._resting >= self._gap
-        if outlook.gain(drafted, self._reach, rate) > 0 or acceptance.unsure(confidence) or due:
+        if outlook.pays(drafted, self._reach, rate) or acceptance.unsure(confidence) or due:
             self._reach *= rate
             return True
         self._left_out = rate
@@ -425,7 +428,7 @@ class AdaptiveController:
         """Whether drafting pays at all, with what a draft model has missed to be read first."""
         outlook = self._outlook
         assert outlook is not None
-        gain = outlook.gain(0, 1.0, None) - outlook.worth * outlook.draft.call
+        gain = max(outlook.gains(0, 1.0, None), default=-1.0) - outlook.worth * outlook.draft.call
         return gain * _HORIZON > outlook.worth * outlook.draft.read * self._missed(length)
 
     def _best_length(self) -> int:

@@ -47,7 +47,7 @@ class Costs:
         self._rounds = 0
         self._drafts: deque[tuple[int, int, float]] = deque(maxlen=_KEPT_SAMPLES)
         self._reading: deque[tuple[int, int, float]] = deque(maxlen=_KEPT_SAMPLES)
-        self._points: list[tuple[int, float]] | None = None
+        self._wide: tuple[float, ...] = ()
         self._curve: tuple[float, ...] | None = None
         self._draft: DraftCost | None = None
 
@@ -78,7 +78,8 @@ class Costs:
         for n in [n for n, s in self._passes.items() if n > 1 and len(s) < _FEW]:
             if self._rounds - self._seen[n] > _FEW_LAST:
                 del self._passes[n]
-        self._points = self._curve = self._draft = None
+        self._curve = self._draft = None
+        self._wide = ()
 
     def drafted(self, passes: int, read: int, seconds: float) -> None:
         """A draft of ``passes`` steps, which had to read ``read`` tokens first, took ``seconds``."""
@@ -90,14 +91,18 @@ class Costs:
     def verify(self) -> tuple[float, ...]:
         """Seconds of a pass over n tokens at index n, for n up to MOST + 1; never falling."""
         if self._curve is None:
-            self._curve = tuple(self.of(n) for n in range(MOST + 2))
+            self._curve = _filled(self._points(), MOST + 2)
         return self._curve
 
     def of(self, rows: int) -> float:
         """Seconds of a pass over any number of tokens."""
-        if self._points is None:
-            self._points = _monotone([(n, median(s), len(s)) for n, s in sorted(self._passes.items())])
-        return _interpolated(self._points, rows)
+        n = min(rows, _WIDEST)
+        if n >= len(self._wide):
+            self._wide = _filled(self._points(), min(2 * n, _WIDEST) + 1)
+        return self._wide[n] * (rows / n if n else 1.0)
+
+    def _points(self) -> list[tuple[int, float]]:
+        return _monotone([(n, median(s), len(s)) for n, s in sorted(self._passes.items())])
 
     def draft(self) -> DraftCost:
         """What a draft takes."""
@@ -111,8 +116,9 @@ class Costs:
         return self._draft
 
 
-def _guessed(rows: int) -> float:
-    return 1 + _ROW * (max(rows, 1) - 1)
+#: Beyond so many rows, costs are taken to be in proportion to them.
+_WIDEST = 2048
+_GUESSED = tuple(1 + _ROW * (max(n, 1) - 1) for n in range(_WIDEST + 1))
 
 
 def _monotone(points: Iterable[tuple[int, float, int]]) -> list[tuple[int, float]]:
@@ -126,28 +132,29 @@ def _monotone(points: Iterable[tuple[int, float, int]]) -> list[tuple[int, float
     return [(n, value) for ns, value, _ in pools for n in ns]
 
 
-def _interpolated(points: Sequence[tuple[int, float]], rows: int) -> float:
-    """A straight line between measured points; in its lower half no dearer than the guessed shape from there on.
+def _filled(points: Sequence[tuple[int, float]], count: int) -> tuple[float, ...]:
+    """A value for each of ``count`` numbers of rows from 0 on.
 
-    Kernels' steps lie anywhere between two points. Optimism costs one pass, which corrects it, while a row count that
-    looks dear would never be tried; of the lower half, so that a step is found by bisection.
+    A straight line between measured points; in its lower half no dearer than the guessed shape from there on. Kernels'
+    steps lie anywhere between two points. Optimism costs one pass, which corrects it, while a row count that looks dear
+    would never be tried; of the lower half, so that a step is found by bisection.
     """
     if not points:
-        return _guessed(rows)
-    below = [(n, s) for n, s in points if n <= rows]
-    above = [(n, s) for n, s in points if n >= rows]
-    if not below:
-        return above[0][1] * _guessed(rows) / _guessed(above[0][0])
-    n, low = below[-1]
-    guess = low * _guessed(rows) / _guessed(n)
-    if above:
-        m, high = above[0]
-        line = low if m == n else low + (high - low) * (rows - n) / (m - n)
-        return min(guess, line) if 2 * rows <= n + m else line
-    first, least = points[0]
-    if n == first or rows > 2 * n:
-        return guess
-    return min(guess, low + (low - least) * (rows - n) / (n - first))
+        return _GUESSED[:count]
+    (first, least), values, at = points[0], [], -1
+    for rows in range(count):
+        while at + 1 < len(points) and points[at + 1][0] <= rows:
+            at += 1
+        n, low = points[max(at, 0)]
+        guess = low * _GUESSED[rows] / _GUESSED[n]
+        if at >= 0 and at + 1 < len(points):
+            m, high = points[at + 1]
+            line = low + (high - low) * (rows - n) / (m - n)
+            guess = min(guess, line) if 2 * rows <= n + m else line
+        elif first < n < rows <= 2 * n:
+            guess = min(guess, low + (low - least) * (rows - n) / (n - first))
+        values.append(guess)
+    return tuple(values)
 
 
 def _line(points: Sequence[tuple[int, float]]) -> tuple[float, float] | None:

@@ -15,7 +15,7 @@
 namespace {
 
 constexpr int64_t kPanel = 16;    // outputs a panel
-constexpr int64_t kGroup = 256;   // inputs that share an int8 scale; 256 * 127 * 16383 fits in 31 bits
+constexpr int64_t kGroup = 128;   // inputs that share an int8 scale; 128 * 127 * 16383 fits in 31 bits
 constexpr int64_t kBlock = 1024;  // inputs a block where many rows are multiplied, so that their part stays in L1
 constexpr int64_t kTile = 6;      // rows that are multiplied at once: 12 of 16 registers hold sums
 constexpr int64_t kTogether = 8;  // panels there, so that their part stays in L2

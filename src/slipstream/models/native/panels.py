@@ -13,7 +13,7 @@ from slipstream.models.native.build import library
 
 PANEL = 16
 #: Inputs that share one int8 scale of an output.
-GROUP = 256
+GROUP = 128
 _KINDS = {"fp32": 0, "fp16": 1, "int8": 2}
 KINDS = tuple(_KINDS)
 
