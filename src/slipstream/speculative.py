@@ -164,7 +164,7 @@ class SpeculativeDecoding:
         requests = [Request(row, resolved, index=index) for row in ids for index in range(resolved.n)]
         if len(requests) == 1:
             return [self._start(ids[0], resolved, 0).finish()]
-        return self._together(requests)
+        return self._together(requests) if requests else []
 
     def _resolve(self, params: SamplingParams | None, overrides: Mapping[str, Any]) -> SamplingParams:
         given = _params(params, overrides)
