@@ -32,6 +32,9 @@ _LEAST_READING = 16
 #: A draft model that has missed more than this reads it part by part first.
 _LITTLE = 16
 
+#: Tokens that a draft model reads in a step of a draft: its own latest one, and those it has not seen.
+_A_FEW = 3
+
 
 @dataclass
 class _Plan:
@@ -304,9 +307,10 @@ class Engine:
         steps |= {job: job.catch_up(count) for job, count in plan.catching_up.items() if job not in steps}
         passes: list[float] = []
 
-        def took(rows: int, seconds: float) -> None:
+        def took(requests: int, rows: int, seconds: float) -> None:
             passes.append(seconds)
-            self._goodput.took_draft(rows, seconds)
+            if rows <= _A_FEW * requests:  # reading prompts says little of what a step costs
+                self._goodput.took_draft(rows, seconds)
 
         for job, found in together(steps, self.seats.fits, took).items():
             if isinstance(found, Exception):

@@ -16,14 +16,14 @@ Passes = Generator[Read, Tensor, Any]
 
 
 def together(
-    steps: Mapping[Key, Passes], fits: Callable[[Key, Read], bool], took: Callable[[int, float], None]
+    steps: Mapping[Key, Passes], fits: Callable[[Key, Read], bool], took: Callable[[int, int, float], None]
 ) -> dict[Key, Any]:
     """Run all of ``steps`` to their ends.
 
     Args:
         steps: drafts, and whatever else waits for passes.
         fits: whether there is memory for a pass; if there is not, those steps end there, and come to nothing.
-        took: is told the rows and the seconds of each pass.
+        took: is told the requests, the rows and the seconds of each pass.
 
     Returns:
         What each returned, None if it did not fit, or the exception that ended it.
@@ -44,7 +44,7 @@ def together(
             continue
         start = perf_counter()
         logits = forward_each(model, [Item(r.tokens, r.cache, r.num_logits) for r in batch.values()])
-        took(sum(len(r.tokens) for r in batch.values()), perf_counter() - start)
+        took(len(batch), sum(len(r.tokens) for r in batch.values()), perf_counter() - start)
         for key, rows in zip(batch, logits, strict=True):
             one = steps[key]
             _resume(key, lambda one=one, rows=rows: _sent(one, rows), waiting, results)  # type: ignore[misc]
