@@ -831,10 +831,13 @@ def test_a_list_of_prompts_over_disjoint_alphabets(temperature: float) -> None:
 
 def test_the_first_of_two_identical_requests_does_not_disturb_the_second() -> None:
     """D5. The first one's rejections damaged what the second one was verified against."""
-    turn = iter([True] * 3 + [False] * 100)
-    right, wrong = oracle(SEQUENCE), always_wrong(SEQUENCE, V)
-    forced = ForcedDrafter(lambda tokens, k: (wrong if next(turn) else right).draft(tokens, k))
-    first, second = spec_of(draft=forced).complete([PROMPT, PROMPT], max_new_tokens=12)
+    sessions = iter([always_wrong(SEQUENCE, V), oracle(SEQUENCE)])
+
+    class InTurn(NoDrafter):
+        def start(self, sampler: Any) -> Any:
+            return next(sessions)
+
+    first, second = spec_of(draft=InTurn()).complete([PROMPT, PROMPT], max_new_tokens=12)
     assert first.tokens == second.tokens == tuple(ANSWER[:12])
     assert first.stats.accepted < second.stats.accepted == second.stats.drafted
 

@@ -1,5 +1,8 @@
 """One round, and the loop: the only place that knows target and drafter together.
 
+A round has four parts: ``ask`` for how many tokens, draft and ``cut``, read what is ``unread``, ``settle``.
+``Decoder.rounds`` runs them for one request; the engine runs each part for many requests before it goes on to the next.
+
 Invariant: after every round the target's cache holds all committed tokens but the last. So a round always feeds
 ``[last] + draft``, reading the prompt is the first round (with an empty draft), and plain decoding is a drafter that
 has nothing to propose.
@@ -8,7 +11,7 @@ has nothing to propose.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from time import perf_counter
 
@@ -24,9 +27,47 @@ from slipstream.types import Draft, DraftEnd, Round, TokenLogprob
 from slipstream.verify import RULES, match, verify
 
 
+@dataclass
+class Progress:
+    """One request in the making."""
+
+    tokens: list[int]
+    """Prompt and committed output."""
+    cache: Cache
+    """The target's; between rounds it holds all of ``tokens`` but the last."""
+    ended: Callable[[int], bool]
+    reading: bool
+    """Whether the next round is the first one, which reads the prompt."""
+    done: bool = False
+
+    def unread(self, draft: Draft) -> list[int]:
+        """What the target has to read for a round with this draft."""
+        return [*self.tokens[self.cache.length :], *draft.tokens]
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """A draft as it is to be verified, and how it came about."""
+
+    asked: int = 0
+    """The most tokens that the drafter was asked for; 0: it was not asked."""
+    whole: Draft = field(default_factory=Draft)
+    """Before the controller cut it."""
+    draft: Draft = field(default_factory=Draft)
+
+
+@dataclass(frozen=True)
+class Clock:
+    """When a round began, when its draft was there, and how long the target took before ``settle``; in seconds."""
+
+    start: float
+    drafted: float
+    read: float
+
+
 @dataclass(frozen=True)
 class Decoder:
-    """The decoding of one request. All of its state is in ``rounds``: abandon that generator and nothing is left.
+    """How one request is decoded. All of its state is in a ``Progress``: drop that and nothing is left.
 
     ``max_length`` is the length of prompt + output at which the answer ends at the latest; no draft reaches beyond it.
     """
@@ -47,94 +88,106 @@ class Decoder:
             prompt: at least one token, fewer than ``max_length``.
             ended: called once with each new token, in order; True if the answer ends with it.
         """
-        tokens = list(prompt)
+        progress = self.begin(prompt, ended, self.target.new_cache())
         try:
-            yield from self._rounds(tokens, ended)
+            while not progress.done:
+                yield self._round(progress)
         finally:  # also when the generator is closed half-way
-            if hasattr(self.session, "close"):
-                self.session.close(tokens)
+            self.close(progress)
 
-    def _rounds(self, tokens: list[int], ended: Callable[[int], bool]) -> Iterator[Round]:
-        """The rounds themselves; the new tokens are added to ``tokens``."""
-        cache = self.target.new_cache()
-        if share := getattr(self.session, "share", None):
-            share(cache)
-        done = False
+    def begin(self, prompt: Sequence[int], ended: Callable[[int], bool], cache: Cache) -> Progress:
+        """Nothing is read yet; ``cache`` is an empty one of the target's."""
+        progress = Progress(list(prompt), cache, ended, reading=len(prompt) > 1)
+        self.share(progress)
         if self.controller.gated and hasattr(self.session, "gate"):
             self.session.gate = self.controller.goes_on
-        while not done:
-            start = perf_counter()
-            asked = self._ask(tokens, cache)
-            proposed = self._draft(tokens, asked)
-            draft = self._cut(proposed)
-            drafted_at = perf_counter()
-            reading = cache.length < len(tokens) - 1
-            new, logits = self._verify(tokens, draft, cache)
-            verified_at = perf_counter()
-            if not reading:
-                self.controller.learn(
-                    Played(
-                        length=len(tokens),
-                        asked=asked,
-                        draft=proposed,
-                        kept=len(draft.tokens),
-                        tokens=tuple(new),
-                        draft_seconds=drafted_at - start,
-                        verify_seconds=verified_at - drafted_at,
-                    )
-                )
-            kept: list[int] = []
-            while not done and len(kept) < len(new):
-                kept.append(new[len(kept)])
-                done = ended(kept[-1])
-            tokens += kept
-            cache.truncate(len(tokens) - 1)
-            yield Round(
-                tokens=tuple(kept),
-                num_drafted=len(draft.tokens),
-                num_accepted=min(len(new) - 1, len(kept)),
-                draft_seconds=drafted_at - start,
-                verify_seconds=verified_at - drafted_at,
-                total_seconds=perf_counter() - start,
-                logprobs=self._logprobs(logits, kept),
-                k=asked,
-                ended=draft.ended if asked else None,
-                sources=draft.sources or (self.drafter,) * len(draft.tokens),
-            )
+        return progress
 
-    def _ask(self, tokens: Sequence[int], cache: Cache) -> int:
-        """How many tokens to draft at most: none while the prompt is unread, so that the first token is not delayed."""
-        room = self.max_length - len(tokens) - 1
-        if room <= 0 or cache.length < len(tokens) - 1:
-            return 0
-        return self.controller.ask(room, len(tokens))
+    def share(self, progress: Progress) -> None:
+        """Show the session the target's cache, if it wants to see it."""
+        if share := getattr(self.session, "share", None):
+            share(progress.cache)
 
-    def _draft(self, tokens: Sequence[int], k: int) -> Draft:
-        if k <= 0:
-            return Draft()
-        draft = self.session.draft(tokens, k)
+    def close(self, progress: Progress) -> None:
+        """The request is over, or given up."""
+        if hasattr(self.session, "close"):
+            self.session.close(progress.tokens)
+
+    def room(self, progress: Progress) -> int:
+        """How many tokens may be drafted: none while the prompt is unread, so that the first token is not delayed."""
+        return 0 if progress.reading else max(0, self.max_length - len(progress.tokens) - 1)
+
+    def ask(self, progress: Progress) -> int:
+        """How many tokens to draft at most."""
+        room = self.room(progress)
+        return self.controller.ask(room, len(progress.tokens)) if room else 0
+
+    def cut(self, draft: Draft, asked: int) -> Proposal:
+        """What of a draft of ``asked`` tokens is to be verified: what the target can emit, and what pays.
+
+        Raises:
+            InputError: it has more tokens, or ids that do not exist.
+        """
         vocab = self.target.vocab_size
         if draft.probs is None:
             # The target may read ids that it cannot emit. With a one-hot q, cutting them off is rejecting them.
             usable = sum(1 for _ in takewhile(lambda t: t < vocab, draft.tokens))
             draft = _first(draft, usable, "vocabulary")
-        if len(draft.tokens) > k or not all(0 <= t < vocab for t in draft.tokens):
+        if len(draft.tokens) > asked or not all(0 <= t < vocab for t in draft.tokens):
             raise InputError(
-                f"{type(self.session).__name__} drafted {draft.tokens}; a draft has at most the {k} tokens asked "
+                f"{type(self.session).__name__} drafted {draft.tokens}; a draft has at most the {asked} tokens asked "
                 f"for, with ids below {vocab}; correct the drafter"
             )
-        return draft
+        if draft.probs is not None or not draft.tokens:  # drawn tokens must not be dropped
+            return Proposal(asked, draft, draft)
+        return Proposal(asked, draft, _first(draft, self.controller.keep(draft), "controller"))
 
-    def _cut(self, draft: Draft) -> Draft:
-        """Leave out what does not pay to verify; only of a one-hot draft, which is a function of the past."""
-        if draft.probs is not None or not draft.tokens:
-            return draft
-        return _first(draft, self.controller.keep(draft), "controller")
+    def settle(self, progress: Progress, proposal: Proposal, logits: Tensor, clock: Clock) -> Round:
+        """Verify the draft and commit what comes of it: accept, cut by the stop rules, roll the cache back.
 
-    def _verify(self, tokens: list[int], draft: Draft, cache: Cache) -> tuple[list[int], Tensor]:
-        """The tokens that this round adds, and the target's logits at each slot, (k+1, V)."""
+        Args:
+            progress: the draft has been read.
+            proposal: with a draft of k tokens.
+            logits: the target's at each slot, (k+1, V).
+            clock: for the round's times.
+        """
+        began, draft = perf_counter(), proposal.draft
+        new = self._verified(progress.tokens, draft, logits)
+        clock = replace(clock, read=clock.read + perf_counter() - began)
+        if not progress.reading:
+            self.controller.learn(_played(progress, proposal, new, clock))
+        kept: list[int] = []
+        while not progress.done and len(kept) < len(new):
+            kept.append(new[len(kept)])
+            progress.done = progress.ended(kept[-1])
+        progress.tokens += kept
+        progress.cache.truncate(len(progress.tokens) - 1)
+        progress.reading = False
+        return Round(
+            tokens=tuple(kept),
+            num_drafted=len(draft.tokens),
+            num_accepted=min(len(new) - 1, len(kept)),
+            draft_seconds=clock.drafted - clock.start,
+            verify_seconds=clock.read,
+            logprobs=self._logprobs(logits, kept),
+            total_seconds=perf_counter() - clock.start,
+            k=proposal.asked,
+            ended=draft.ended if proposal.asked else None,
+            sources=draft.sources or (self.drafter,) * len(draft.tokens),
+        )
+
+    def _round(self, progress: Progress) -> Round:
+        start = perf_counter()
+        asked = self.ask(progress)
+        proposal = self.cut(self.session.draft(progress.tokens, asked), asked) if asked else Proposal()
+        drafted = perf_counter()
+        unread, slots = progress.unread(proposal.draft), len(proposal.draft.tokens) + 1
+        logits = feed(self.target, unread, progress.cache, slots)
+        return self.settle(progress, proposal, logits, Clock(start, drafted, perf_counter() - drafted))
+
+    def _verified(self, tokens: list[int], draft: Draft, logits: Tensor) -> list[int]:
+        """The tokens that this round adds."""
         extended = [*tokens, *draft.tokens]
-        logits = feed(self.target, extended[cache.length :], cache, len(draft.tokens) + 1)
         probs = self.sampler.probs(logits, extended)
         if self.sampler.coupled:
             verdict = match(draft.tokens, lambda slot: self.sampler.draw(probs[slot], len(tokens) + slot))
@@ -147,7 +200,7 @@ class Decoder:
             # Behind tokens that stand, so plain decoding would be stuck here too: have the sampler say why.
             slot = int(unusable.long().argmax())
             self.sampler.probs(logits[slot : slot + 1], extended[: len(tokens) + slot])
-        return new, logits
+        return new
 
     def _logprobs(self, logits: Tensor, kept: Sequence[int]) -> tuple[TokenLogprob, ...] | None:
         count = self.sampler.params.logprobs
@@ -171,4 +224,17 @@ def _first(draft: Draft, count: int, ended: DraftEnd) -> Draft:
         ended=ended,
         sources=draft.sources[:count],
         confidence=draft.confidence[:count],
+    )
+
+
+def _played(progress: Progress, proposal: Proposal, new: Sequence[int], clock: Clock) -> Played:
+    """The round as a controller learns from it, before stop rules cut it."""
+    return Played(
+        length=len(progress.tokens),
+        asked=proposal.asked,
+        draft=proposal.whole,
+        kept=len(proposal.draft.tokens),
+        tokens=tuple(new),
+        draft_seconds=clock.drafted - clock.start,
+        verify_seconds=clock.read,
     )

@@ -47,12 +47,18 @@ class Costs:
         self._rounds = 0
         self._drafts: deque[tuple[int, int, float]] = deque(maxlen=_KEPT_SAMPLES)
         self._reading: deque[tuple[int, int, float]] = deque(maxlen=_KEPT_SAMPLES)
+        self._wide: tuple[float, ...] = ()
         self._curve: tuple[float, ...] | None = None
         self._draft: DraftCost | None = None
 
     def plain_passes(self) -> int:
         """How many passes over one token are remembered."""
         return len(self._passes.get(1, ()))
+
+    @property
+    def measured(self) -> bool:
+        """Whether any pass is remembered."""
+        return bool(self._passes)
 
     def since_plain(self) -> int:
         """Rounds since the latest pass over one token; very many if there was none."""
@@ -73,6 +79,7 @@ class Costs:
             if self._rounds - self._seen[n] > _FEW_LAST:
                 del self._passes[n]
         self._curve = self._draft = None
+        self._wide = ()
 
     def drafted(self, passes: int, read: int, seconds: float) -> None:
         """A draft of ``passes`` steps, which had to read ``read`` tokens first, took ``seconds``."""
@@ -84,9 +91,18 @@ class Costs:
     def verify(self) -> tuple[float, ...]:
         """Seconds of a pass over n tokens at index n, for n up to MOST + 1; never falling."""
         if self._curve is None:
-            points = _monotone([(n, median(s), len(s)) for n, s in sorted(self._passes.items())])
-            self._curve = _filled(points)
+            self._curve = _filled(self._points(), MOST + 2)
         return self._curve
+
+    def of(self, rows: int) -> float:
+        """Seconds of a pass over any number of tokens."""
+        n = min(rows, _WIDEST)
+        if n >= len(self._wide):
+            self._wide = _filled(self._points(), min(2 * n, _WIDEST) + 1)
+        return self._wide[n] * (rows / n if n else 1.0)
+
+    def _points(self) -> list[tuple[int, float]]:
+        return _monotone([(n, median(s), len(s)) for n, s in sorted(self._passes.items())])
 
     def draft(self) -> DraftCost:
         """What a draft takes."""
@@ -100,7 +116,9 @@ class Costs:
         return self._draft
 
 
-_GUESSED = tuple(1 + _ROW * (max(n, 1) - 1) for n in range(MOST + 2))
+#: Beyond so many rows, costs are taken to be in proportion to them.
+_WIDEST = 2048
+_GUESSED = tuple(1 + _ROW * (max(n, 1) - 1) for n in range(_WIDEST + 1))
 
 
 def _monotone(points: Iterable[tuple[int, float, int]]) -> list[tuple[int, float]]:
@@ -114,17 +132,17 @@ def _monotone(points: Iterable[tuple[int, float, int]]) -> list[tuple[int, float
     return [(n, value) for ns, value, _ in pools for n in ns]
 
 
-def _filled(points: Sequence[tuple[int, float]]) -> tuple[float, ...]:
-    """A value for every number of rows.
+def _filled(points: Sequence[tuple[int, float]], count: int) -> tuple[float, ...]:
+    """A value for each of ``count`` numbers of rows from 0 on.
 
     A straight line between measured points; in its lower half no dearer than the guessed shape from there on. Kernels'
     steps lie anywhere between two points. Optimism costs one pass, which corrects it, while a row count that looks dear
     would never be tried; of the lower half, so that a step is found by bisection.
     """
     if not points:
-        return _GUESSED
+        return _GUESSED[:count]
     (first, least), values, at = points[0], [], -1
-    for rows in range(MOST + 2):
+    for rows in range(count):
         while at + 1 < len(points) and points[at + 1][0] <= rows:
             at += 1
         n, low = points[max(at, 0)]

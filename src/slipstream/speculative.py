@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from slipstream.controller import Policy, make_policy
+from slipstream.answers import Answer, Setting, check_prompt
+from slipstream.controller import Adaptive, Policy, make_policy
 from slipstream.decode import Decoder
 from slipstream.drafters import is_name, make_drafter
+from slipstream.engine import Engine
 from slipstream.errors import InputError
+from slipstream.goodput import Goodput
 from slipstream.models.base import Model
 from slipstream.models.load import Checkpoint, open_checkpoint
 from slipstream.models.vocabulary import check_pair
-from slipstream.sampling import Sampler, validate
-from slipstream.stats import count_rounds
-from slipstream.text import Ending, Prompt, encode, token_id
-from slipstream.types import Output, Piece, Round, SamplingParams, Stats
+from slipstream.sampling import validate
+from slipstream.seats import Limits, enough_memory
+from slipstream.text import Prompt, encode, token_id
+from slipstream.types import Output, Piece, Request, Round, SamplingParams, Stats
 from slipstream.verify import RULES, check_rule
 
 
@@ -61,6 +64,7 @@ class SpeculativeDecoding:
         **defaults: Any,
     ) -> None:
         self.policy = make_policy(k)
+        self._goodput = Goodput()
         if rejection_sampling is not None and type(rejection_sampling) is not bool:
             raise InputError(f"rejection_sampling={rejection_sampling!r} is not usable; use None, True or False")
         if tokenizer is not None and not (callable(tokenizer) and hasattr(tokenizer, "decode")):
@@ -143,12 +147,12 @@ class SpeculativeDecoding:
         resolved = self._resolve(params, overrides)
         if resolved.n != 1:
             raise InputError(f"n={resolved.n} answers cannot be streamed as one; use complete()")
-        return self._start(self._ids(prompt, resolved), resolved, 0)
+        return self._start(self._ids(prompt), resolved, 0)
 
     def complete(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | None = None, **overrides: Any
     ) -> list[Output]:
-        """Whole answers: ``n`` for each prompt, in the prompts' order.
+        """Whole answers: ``n`` for each prompt, in the prompts' order. Several are worked on at a time, by an engine.
 
         Args:
             prompts: one prompt, or a list of prompts, each text, token ids or chat messages.
@@ -156,9 +160,11 @@ class SpeculativeDecoding:
             overrides: fields of ``SamplingParams``; they win over both.
         """
         resolved = self._resolve(params, overrides)
-        ids = [self._ids(p, resolved) for p in _several(prompts)]
-        streams = (self._start(row, resolved, index) for row in ids for index in range(resolved.n))
-        return [stream.finish() for stream in streams]
+        ids = [self._ids(p) for p in _several(prompts)]
+        requests = [Request(row, resolved, index=index) for row in ids for index in range(resolved.n)]
+        if len(requests) == 1:
+            return [self._start(ids[0], resolved, 0).finish()]
+        return self._together(requests) if requests else []
 
     def _resolve(self, params: SamplingParams | None, overrides: Mapping[str, Any]) -> SamplingParams:
         given = _params(params, overrides)
@@ -177,43 +183,26 @@ class SpeculativeDecoding:
             )
         return params
 
-    def _ids(self, prompt: Prompt, params: SamplingParams) -> tuple[int, ...]:
-        """The prompt as ids that the target can be fed, checked against its vocabulary and context."""
+    def _ids(self, prompt: Prompt) -> tuple[int, ...]:
+        """The prompt as ids that the target can be fed."""
         ids = encode(prompt, self.tokenizer)
-        limit = self.target.max_positions
-        if not ids:
-            raise InputError("the prompt is empty; give at least one token")
-        if not all(0 <= t < self.target.embedding_size for t in ids):
-            wrong = next(t for t in ids if not 0 <= t < self.target.embedding_size)
-            raise InputError(
-                f"the prompt holds token id {wrong}, but ids of {self.target.name} go from 0 to "
-                f"{self.target.embedding_size - 1}; encode it with that model's tokenizer"
-            )
-        if limit is not None and len(ids) > limit:
-            raise InputError(
-                f"the prompt has {len(ids)} tokens, but {self.target.name} reads at most {limit}; shorten the prompt"
-            )
+        check_prompt(ids, self.target)
         return ids
 
     def _start(self, prompt: tuple[int, ...], params: SamplingParams, index: int) -> Stream:
-        limit = len(prompt) + params.max_new_tokens
-        if self.target.max_positions is not None:
-            limit = min(limit, self.target.max_positions)
-        stop_ids = set(params.stop_token_ids) | (set() if params.ignore_eos else set(self.target.eos_token_ids))
-        sampler = Sampler(params, len(prompt), stop_ids, _seed(params, index), coupled=self.bit_exact)
-        ending = Ending(
-            stop_ids=stop_ids,
-            stop=params.stop,
-            min_tokens=params.min_new_tokens,
-            max_tokens=limit - len(prompt),
-            tokenizer=self.tokenizer,
-        )
-        session = self.drafter.start(sampler)
-        # A controller that looks at clocks or at other requests would change which random numbers meet which token.
-        repeatable = params.seed is not None and params.temperature > 0 and not self.bit_exact
-        controller = self.policy.start(session, self.drafter.name, repeatable=repeatable, isolated=not params.share)
-        decoder = Decoder(self.target, session, sampler, controller, limit, self.rule, self.drafter.name)
-        return Stream(decoder, ending, prompt, index)
+        return Stream(*self._setting.start(prompt, params, index))
+
+    @property
+    def _setting(self) -> Setting:
+        return Setting(self.target, self.drafter, self.policy, self.tokenizer, self.rule, self.bit_exact)
+
+    def _together(self, requests: Sequence[Request]) -> list[Output]:
+        """The answers to several requests at once."""
+        setting = self._setting
+        if isinstance(self.policy, Adaptive):
+            setting = replace(setting, policy=self._goodput)
+        engine = Engine(setting, Limits(memory=enough_memory(setting, requests)))
+        return engine.answers(requests)
 
     @property
     def _pad_id(self) -> int:
@@ -229,15 +218,9 @@ class Stream(Iterator[Piece]):
     It may be closed (or dropped) at any point; the models are free for the next request at once.
     """
 
-    def __init__(self, decoder: Decoder, ending: Ending, prompt: tuple[int, ...], index: int) -> None:
-        self._prompt = prompt
-        self._index = index
-        self._ending = ending
+    def __init__(self, decoder: Decoder, answer: Answer) -> None:
         self._decoder = decoder
-        self._wants_logprobs = decoder.sampler.params.logprobs is not None
-        self._rounds: list[Round] = []
-        self._text = ""
-        self._fresh: list[str] = []
+        self._answer = answer
         self._pieces = self._run()
 
     def __next__(self) -> Piece:
@@ -246,7 +229,7 @@ class Stream(Iterator[Piece]):
     def close(self) -> None:
         """End the answer here; ``output`` then holds what there is so far."""
         self._pieces.close()
-        self._text += self._ending.flush()
+        self._answer.flush()
 
     def finish(self) -> Output:
         """Run to the end."""
@@ -257,42 +240,23 @@ class Stream(Iterator[Piece]):
     @property
     def rounds(self) -> tuple[Round, ...]:
         """What each round drafted, accepted and took, so far; the first one read the prompt."""
-        return tuple(self._rounds)
+        return tuple(self._answer.rounds)
 
     @property
     def stats(self) -> Stats:
         """Counts and times so far."""
-        return count_rounds(self._rounds)
+        return self.output.stats
 
     @property
     def output(self) -> Output:
         """The answer so far; its ``finish_reason`` is None until it has ended."""
-        rounds = self._rounds
-        logprobs = tuple(entry for r in rounds for entry in r.logprobs or ())
-        return Output(
-            prompt_tokens=self._prompt,
-            tokens=tuple(t for r in rounds for t in r.tokens),
-            text=self._text,
-            finish_reason=self._ending.reason,
-            origins=tuple(o for r in rounds for o in r.origins),
-            logprobs=logprobs if self._wants_logprobs else None,
-            stats=self.stats,
-            index=self._index,
-        )
+        return self._answer.output
 
     def _run(self) -> Generator[Piece, None, None]:
-        if self._ending.reason is not None:
+        if self._answer.over:
             return
-        for r in self._decoder.rounds(self._prompt, self._ended):
-            text = "".join(self._fresh)
-            self._fresh.clear()
-            self._text += text
-            self._rounds.append(r)
-            yield Piece(text, r.tokens, r.origins)
-
-    def _ended(self, token: int) -> bool:
-        self._fresh.append(self._ending.push(token))
-        return self._ending.reason is not None
+        for r in self._decoder.rounds(self._answer.prompt, self._answer.push):
+            yield self._answer.add(r)
 
 
 def _opened(model: Any) -> Any:
@@ -364,10 +328,3 @@ def _several(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if given and (isinstance(given[0], Mapping) or token_id(given[0]) is not None):
         return [cast(Prompt, given)]
     return list(cast(Sequence[Prompt], given))
-
-
-def _seed(params: SamplingParams, index: int) -> int:
-    """The seed of a prompt's sample number ``index``; without one, torch's global generator decides."""
-    if params.seed is not None:
-        return (params.seed + index * 0x9E3779B97F4A7C15) % 2**63
-    return int(torch.randint(2**62, ())) if params.temperature > 0 else 0

@@ -235,3 +235,29 @@ class Output:
     stats: Stats
     index: int = 0
     """Which of the prompt's ``n`` samples this is."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """One answer that an engine is asked for."""
+
+    prompt: tuple[int, ...]
+    params: SamplingParams = field(default_factory=SamplingParams)
+    k: int | None = None
+    """Draft tokens in a round; 0 decodes plainly, None leaves it to the engine."""
+    reuse: bool = True
+    """Whether the prompt's beginning may come from the prefix cache, and is left there."""
+    index: int = 0
+    """Which sample of its prompt this is; each has a seed of its own."""
+
+
+@dataclass(frozen=True)
+class Event:
+    """What a step of an engine brought for one request: a piece, its end, or both."""
+
+    id: int
+    piece: Piece | None = None
+    output: Output | None = None
+    """Set with the request's last event; after ``abort`` its ``finish_reason`` is None."""
+    error: Exception | None = None
+    """Why the request failed; ``output`` then holds what there was so far."""

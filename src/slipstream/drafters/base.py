@@ -5,11 +5,17 @@ A third party adds one by writing these two small classes; nothing else in Slips
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
+from torch import Tensor
+
+from slipstream.models.base import Cache, Model, feed
 from slipstream.sampling import Sampler
 from slipstream.types import Draft
+
+Outcome = TypeVar("Outcome")
 
 
 class DraftSession(Protocol):
@@ -26,6 +32,32 @@ class DraftSession(Protocol):
         always a correct answer. ``Draft.probs`` must be the very distributions that the tokens were drawn from.
         """
         ...
+
+
+@dataclass(frozen=True)
+class Read:
+    """A pass of a draft model that a draft waits for: ``tokens`` behind what is in ``cache``."""
+
+    model: Model
+    tokens: Sequence[int]
+    cache: Any
+    num_logits: int = 1
+    """Of how many of the last tokens logits are wanted, (num_logits, V)."""
+
+
+#: Drafting, interrupted at each pass: yields it, is sent its logits, returns the draft.
+Steps = Generator[Read, Tensor, Draft]
+
+
+def run(steps: Generator[Read, Tensor, Outcome]) -> Outcome:
+    """Make the passes one by one."""
+    try:
+        read = next(steps)
+        while True:
+            read = steps.send(feed(read.model, read.tokens, read.cache, read.num_logits))
+    except StopIteration as done:
+        outcome: Outcome = done.value
+        return outcome
 
 
 class Gate(Protocol):
@@ -61,6 +93,18 @@ class Continuing(GatedSession, Protocol):
 
         With it a drafter can go on from another's tokens in a cascade.
         """
+        ...
+
+    def steps(self, tokens: Sequence[int], drafted: Sequence[int], k: int) -> Steps:
+        """``draft_after``, a pass at a time, so that drafts of many requests can share their passes."""
+        ...
+
+    def lend(self, new_cache: Callable[[Model], Cache]) -> None:
+        """Start anew with caches from ``new_cache`` in place of the models' own."""
+        ...
+
+    def catch_up(self, tokens: Sequence[int], most: int) -> Generator[Read, Tensor, int]:
+        """Read up to ``most`` of the ``tokens`` that it has not read; returns how many are left but for the last."""
         ...
 
     def close(self, tokens: Sequence[int]) -> None:

@@ -5,16 +5,16 @@ Whoever proposes a token, it is verified with the q that it was drawn from, so t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from slipstream.drafters.base import Drafter, Gate
+from slipstream.drafters.base import Drafter, Gate, Read, Steps, run
 from slipstream.errors import InputError
-from slipstream.models.base import Cache
+from slipstream.models.base import Cache, Model
 from slipstream.sampling import Sampler
 from slipstream.types import Draft, DraftEnd
 
@@ -70,11 +70,15 @@ class CascadeSession:
 
     def draft_after(self, tokens: Sequence[int], drafted: Sequence[int], k: int) -> Draft:
         """The same behind ``drafted`` tokens of other drafters, which may yet be rejected."""
+        return run(self.steps(tokens, drafted, k))
+
+    def steps(self, tokens: Sequence[int], drafted: Sequence[int], k: int) -> Steps:
+        """``draft_after``, a pass at a time."""
         pieces: list[Draft] = []
         made: list[int] = []
         member = 0
         while member < len(self._sessions) and len(made) < k and not (made and made[-1] in self._stop_ids):
-            piece = self._ask(member, tokens, [*drafted, *made], k - len(made), len(made))
+            piece = yield from self._ask(member, tokens, [*drafted, *made], k - len(made), len(made))
             pieces.append(piece)
             made += piece.tokens
             if piece.ended == "controller":
@@ -89,13 +93,27 @@ class CascadeSession:
             if hasattr(session, "share"):
                 session.share(cache)
 
+    def lend(self, new_cache: Callable[[Model], Cache]) -> None:
+        """Start anew with caches from ``new_cache``."""
+        for session in self._sessions:
+            if hasattr(session, "lend"):
+                session.lend(new_cache)
+
+    def catch_up(self, tokens: Sequence[int], most: int) -> Generator[Read, Tensor, int]:
+        """Each member that reads reads up to ``most``; returns how many the one furthest behind has left."""
+        left = 0
+        for session in self._sessions:
+            if hasattr(session, "catch_up"):
+                left = max(left, (yield from session.catch_up(tokens, most)))
+        return left
+
     def close(self, tokens: Sequence[int]) -> None:
         """The request is over, with ``tokens`` (prompt + output)."""
         for session in self._sessions:
             if hasattr(session, "close"):
                 session.close(tokens)
 
-    def _ask(self, member: int, tokens: Sequence[int], drafted: Sequence[int], room: int, count: int) -> Draft:
+    def _ask(self, member: int, tokens: Sequence[int], drafted: Sequence[int], room: int, count: int) -> Steps:
         """What one drafter adds to a draft that has ``count`` tokens."""
         session = self._sessions[member]
         goes_on = hasattr(session, "draft_after")
@@ -104,8 +122,11 @@ class CascadeSession:
         self._unsure = False
         if hasattr(session, "gate"):
             session.gate = self._gate(member, count)
-        if goes_on:
-            draft: Draft = session.draft_after(tokens, drafted, room if member == 0 else 1)
+        most = room if member == 0 or not goes_on else 1
+        if hasattr(session, "steps"):
+            draft: Draft = yield from session.steps(tokens, drafted, most)
+        elif goes_on:
+            draft = session.draft_after(tokens, drafted, most)
         else:
             draft = session.draft(tokens, room)
         ended: DraftEnd = "confidence" if self._unsure else draft.ended

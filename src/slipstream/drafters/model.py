@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from math import nan
 
 import torch
 from torch import Tensor
 
-from slipstream.drafters.base import DraftSession, Gate
+from slipstream.drafters.base import DraftSession, Gate, Read, Steps, run
 from slipstream.errors import ModelError
-from slipstream.models.base import Model, feed
+from slipstream.models.base import Cache, Model
 from slipstream.sampling import Sampler
 from slipstream.types import Draft, DraftEnd
 
@@ -114,10 +114,10 @@ class DrawingSession:
 
     def draft(self, tokens: Sequence[int], k: int) -> Draft:
         """Draw up to ``k`` tokens, fewer at the draft model's context limit, none after it produced NaN."""
-        return self._drafted(tokens, (), k)
+        return run(self.steps(tokens, (), k))
 
-    def _drafted(self, tokens: Sequence[int], given: Sequence[int], k: int) -> Draft:
-        """Up to ``k`` tokens behind ``tokens`` and ``given`` ones, which may yet be rejected."""
+    def steps(self, tokens: Sequence[int], given: Sequence[int], k: int) -> Steps:
+        """``draft``, a pass at a time, behind ``tokens`` and ``given`` ones, which may yet be rejected."""
         context = [*tokens, *given]
         own = self._own_ids(context, len(tokens))
         if self._model.max_positions is not None:
@@ -128,20 +128,40 @@ class DrawingSession:
         drawn = _Drawn()
         ended: DraftEnd = "limit"
         try:
-            ended = self._draw(context, own, k, drawn)
+            ended = yield from self._draw(context, own, k, drawn)
         except ModelError as error:
             self._suspended = True
             warnings.warn(f"drafting with {self._model.name} is suspended for this request: {error}", stacklevel=2)
         probs = torch.stack(drawn.rows) if drawn.rows and not self._sampler.greedy else None
         return Draft(tuple(drawn.tokens), probs, ended, confidence=tuple(drawn.confidence))
 
-    def _draw(self, tokens: Sequence[int], own: Sequence[int], k: int, drawn: _Drawn) -> DraftEnd:
+    def lend(self, new_cache: Callable[[Model], Cache]) -> None:
+        """Start anew with a cache from ``new_cache``."""
+        self._cache = new_cache(self._model)
+        self._fed = []
+
+    def catch_up(self, tokens: Sequence[int], most: int) -> Generator[Read, Tensor, int]:
+        """Read up to ``most`` of the ``tokens`` that it has not read; returns how many are left but for the last."""
+        own = self._own_ids(tokens, len(tokens))
+        if self._model.max_positions is not None:
+            own = own[: self._model.max_positions]
+        if self._suspended or not own:
+            return 0
+        self._roll_back(own)
+        if new := own[len(self._fed) : len(own) - 1][:most]:
+            yield Read(self._model, self._known(new), self._cache, 0)
+            self._fed.extend(new)
+        return len(own) - 1 - len(self._fed)
+
+    def _draw(
+        self, tokens: Sequence[int], own: Sequence[int], k: int, drawn: _Drawn
+    ) -> Generator[Read, Tensor, DraftEnd]:
         """Add up to ``k`` tokens to ``drawn``; why there are no more."""
         while len(drawn.tokens) < k:
             if self._stops(len(drawn.tokens), nan):
                 return "controller"
             after = [*own, *map(self._own_id, drawn.tokens)]
-            logits = self._target_logits(self._read(after))
+            logits = self._target_logits((yield from self._read(after)))
             q = None if logits is None else self._probs(logits, [*tokens, *drawn.tokens])
             if logits is None or q is None:
                 return "vocabulary"
@@ -192,13 +212,16 @@ class DrawingSession:
         del self._fed[agree:]
         self._cache.truncate(agree)
 
-    def _read(self, ids: Sequence[int]) -> Tensor:
+    def _read(self, ids: Sequence[int]) -> Generator[Read, Tensor, Tensor]:
         """Feed what of ``ids`` has not been fed yet; logits (1, R) of the position after them."""
         new = ids[len(self._fed) :]
+        logits = yield Read(self._model, self._known(new), self._cache)
         self._fed.extend(new)
-        # The target may emit an id that is padding in its vocabulary and has no row in the draft's embedding.
-        known = [min(t, self._model.embedding_size - 1) for t in new]
-        return feed(self._model, known, self._cache, 1)
+        return logits
+
+    def _known(self, ids: Sequence[int]) -> list[int]:
+        """The target may emit an id that is padding in its vocabulary and has no row in the draft's embedding."""
+        return [min(t, self._model.embedding_size - 1) for t in ids]
 
 
 @dataclass
@@ -215,7 +238,7 @@ class ModelSession(DrawingSession):
 
     def draft_after(self, tokens: Sequence[int], given: Sequence[int], k: int) -> Draft:
         """``draft`` behind ``given`` tokens of other drafters, which may yet be rejected."""
-        return self._drafted(tokens, given, k)
+        return run(self.steps(tokens, given, k))
 
 
 def _over_target_ids(logits: Tensor, vocab: int) -> Tensor:

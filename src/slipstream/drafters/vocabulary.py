@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from itertools import accumulate
 from math import nan, prod
 from typing import Literal
@@ -17,7 +17,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from slipstream.drafters.base import DraftSession
+from slipstream.drafters.base import DraftSession, Read
 from slipstream.drafters.model import DrawingSession, ModelDrafter, OutputMap, _Drawn
 from slipstream.errors import InputError
 from slipstream.models.base import Model
@@ -100,8 +100,12 @@ class SharedSession(DrawingSession):
         self._transcript = Transcript(drafter.pairing)
         self._agreed = 0
 
-    def _draw(self, tokens: Sequence[int], own: Sequence[int], k: int, drawn: _Drawn) -> DraftEnd:
-        return super()._draw(tokens, own, k, drawn) if self._transcript.complete else "vocabulary"
+    def _draw(
+        self, tokens: Sequence[int], own: Sequence[int], k: int, drawn: _Drawn
+    ) -> Generator[Read, Tensor, DraftEnd]:
+        if not self._transcript.complete:
+            return "vocabulary"
+        return (yield from super()._draw(tokens, own, k, drawn))
 
     def _own_ids(self, tokens: Sequence[int], committed: int) -> Sequence[int]:
         if len(tokens) < self._transcript.count:
@@ -129,7 +133,9 @@ class StringSession(SharedSession):
         self._drafter = drafter
         self._rows: Tensor | None = getattr(drafter.model, "output_ids", None)
 
-    def _draw(self, tokens: Sequence[int], own: Sequence[int], k: int, drawn: _Drawn) -> DraftEnd:
+    def _draw(
+        self, tokens: Sequence[int], own: Sequence[int], k: int, drawn: _Drawn
+    ) -> Generator[Read, Tensor, DraftEnd]:
         """As long as the target's tokens are fewer than ``k``, at most ``k`` of the draft's."""
         if not self._transcript.complete:
             return "vocabulary"
@@ -139,7 +145,8 @@ class StringSession(SharedSession):
             if self._stops(len(written.ids), nan):
                 ended = "controller"
                 break
-            peak, row = torch.softmax(self._read([*own, *written.ids])[0].float(), dim=-1).max(dim=-1)
+            logits = yield from self._read([*own, *written.ids])
+            peak, row = torch.softmax(logits[0].float(), dim=-1).max(dim=-1)
             if not bool(peak.isfinite()):
                 ended = "vocabulary"
                 break

@@ -7,6 +7,7 @@ model serves any number of requests and an abandoned request leaves nothing behi
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -55,6 +56,41 @@ class Model(Protocol):
             Logits of the last ``num_logits`` of ``tokens``, shape (num_logits, V), in the model's floating type.
         """
         ...
+
+
+@dataclass(frozen=True)
+class Item:
+    """One sequence's part of a pass over several."""
+
+    tokens: Sequence[int]
+    cache: Any
+    num_logits: int
+
+
+def forward_each(model: Model, items: Sequence[Item]) -> list[Tensor | Exception]:
+    """Append each item's tokens to its cache: in one pass if ``model`` has ``forward_batch``, else one after the other.
+
+    Returns:
+        For each item its logits (num_logits, V), or why it failed; its cache is then as it was.
+    """
+    batch = getattr(model, "forward_batch", None)
+    if batch is not None and len(items) > 1:
+        before = [item.cache.length for item in items]
+        try:
+            return list(batch(items))
+        except Exception:  # whose fault it is shows one by one
+            for item, length in zip(items, before, strict=True):
+                item.cache.truncate(length)
+    return [_forward(model, item) for item in items]
+
+
+def _forward(model: Model, item: Item) -> Tensor | Exception:
+    before = item.cache.length
+    try:
+        return feed(model, item.tokens, item.cache, item.num_logits)
+    except Exception as error:
+        item.cache.truncate(before)
+        return error
 
 
 def feed(model: Model, tokens: Sequence[int], cache: Cache, num_logits: int) -> Tensor:

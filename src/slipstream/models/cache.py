@@ -30,6 +30,7 @@ class KeyValueCache:
         self.ahead: Ahead | None = None
         self._store = torch.empty(layers, 2, kv_heads, 0, head_dim, dtype=dtype, device=device)
         self._layers: list[tuple[Tensor, Tensor]] = []
+        self._placed = False
 
     @property
     def store(self) -> Tensor:
@@ -41,18 +42,28 @@ class KeyValueCache:
         """Number of positions there is room for."""
         return self._store.shape[3]
 
+    def place(self, store: Tensor) -> None:
+        """Live in ``store``, (layers, 2, kv_heads, capacity, head_dim), with what is there, and grow no more."""
+        self._placed = True
+        self._live_in(store)
+
+    def _live_in(self, store: Tensor) -> None:
+        self._store = store
+        # Views made once: a decode step should not spend its time on slicing.
+        self._layers = [(keys, values) for keys, values in store]
+
     def reserve(self, length: int) -> None:
         """Make room for ``length`` positions."""
         capacity = self._store.shape[3]
         if length <= capacity:
             return
+        if self._placed:
+            raise RuntimeError(f"a cache with room for {capacity} positions was to hold {length}")
         grown = max(_FIRST_CAPACITY, 2 * capacity, length)
         shape = (*self._store.shape[:3], grown, self._store.shape[4])
         store = torch.empty(shape, dtype=self._store.dtype, device=self._store.device)
         store[:, :, :, :capacity] = self._store
-        self._store = store
-        # Views made once: a decode step should not spend its time on slicing.
-        self._layers = [(keys, values) for keys, values in store]
+        self._live_in(store)
 
     def write(self, layer: int, start: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Write one layer's ``keys`` and ``values`` (kv_heads, n, head_dim) from position ``start`` on.

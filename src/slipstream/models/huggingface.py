@@ -102,6 +102,14 @@ class HuggingFaceModel:
         self._cache_argument = _cache_argument(type(model)) or "past_key_values"
         self._has_logits_to_keep = "logits_to_keep" in inspect.signature(type(model).forward).parameters
 
+    @property
+    def position_bytes(self) -> int:
+        """Bytes of cache that one token takes, as far as the config tells."""
+        config = _text_config(self.model.config)
+        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        return int(2 * config.num_hidden_layers * heads * size * self.model.dtype.itemsize)
+
     def new_cache(self) -> HuggingFaceCache:
         """An empty cache for one sequence."""
         return HuggingFaceCache(_unwindowed(_new_past(self.model.config)))

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
 from slipstream.errors import InputError
+from slipstream.models.base import Item
 from slipstream.models.cache import Ahead, KeyValueCache
 from slipstream.models.heap import return_freed
 from slipstream.models.linear import Linear, activation_dtype, embedding_dtype, make_linear, stored_bytes
@@ -183,6 +184,41 @@ class LlamaModel:
         cache.ahead = None
         cache.length = end
         return logits
+
+    @property
+    def position_bytes(self) -> int:
+        """Bytes of cache that one token takes."""
+        return 2 * self.num_layers * self.kv_heads * self.head_dim * self._dtype.itemsize
+
+    @torch.inference_mode()
+    def forward_batch(self, items: Sequence[Item]) -> list[Tensor]:
+        """``forward`` for several sequences. Native kernels see all tokens in one pass, others one after the other.
+
+        Returns:
+            Logits (num_logits, V) of each item.
+        """
+        together = [i for i in items if i.cache.ahead is None] if self._stack is not None else []
+        logits = dict(zip(map(id, together), self._forward_rows(together), strict=True)) if len(together) > 1 else {}
+        return [
+            logits[id(item)] if id(item) in logits else self.forward(item.tokens, item.cache, item.num_logits)
+            for item in items
+        ]
+
+    def _forward_rows(self, items: Sequence[Item]) -> tuple[Tensor, ...]:
+        """One native pass. Rows whose logits are wanted come last, as the output layer needs them."""
+        silent: list[tuple[KeyValueCache, int, int]] = []
+        heard: list[tuple[KeyValueCache, int, int]] = []
+        for item in items:
+            start, quiet = item.cache.length, len(item.tokens) - item.num_logits
+            item.cache.reserve(start + len(item.tokens))
+            for at, token in enumerate(item.tokens):
+                (silent if at < quiet else heard).append((item.cache, start + at, token))
+        caches, positions, tokens = zip(*silent, *heard, strict=True)
+        stack, turns = cast(Stack, self._stack), self._rope.by_position(max(positions) + 1)
+        logits = stack.forward(self._embed(tokens), Rows(caches, positions), turns, len(heard))
+        for item in items:
+            item.cache.length += len(item.tokens)
+        return torch.split(logits, [item.num_logits for item in items])
 
     @torch.inference_mode()
     def exit_early(self, tokens: Sequence[int], cache: KeyValueCache, layers: int) -> Tensor:
