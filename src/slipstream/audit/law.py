@@ -53,7 +53,9 @@ class ModelScorer:
         return np.asarray(rows.to("cpu", torch.float64).numpy())
 
 
-def processed(logits: Row, prompt: Sequence[int], answer: Sequence[int], params: SamplingParams, stop: Collection[int]) -> Row:
+def processed(
+    logits: Row, prompt: Sequence[int], answer: Sequence[int], params: SamplingParams, stop: Collection[int]
+) -> Row:
     """Logits (V,) behind ``answer`` after bias, penalties and minimum length; before the temperature.
 
     Args:

@@ -149,7 +149,9 @@ class LawCheck:
         result = _result(self.wealth[index], alpha, self.complete)
         return Finding(
             name=f"{self.plan.name}: {what}",
-            hypothesis=f"the joint law of the {what} is the target's" if depth > 1 else "the first token's law is the target's",
+            hypothesis=f"the joint law of the {what} is the target's"
+            if depth > 1
+            else "the first token's law is the target's",
             result="fault" if p_value <= alpha else result,
             detail=broken or _odds(self.wealth[index]),
             samples=self.samples,

@@ -14,7 +14,7 @@ from slipstream.audit.law import Scorer
 from slipstream.audit.laws import JOINTS, LawCheck, PairCheck, Pool
 from slipstream.audit.reference import FAULTS, ReferenceDecoder
 from slipstream.audit.single import single_tests
-from slipstream.audit.suite import Remembering, Settings, candidates, law_plans
+from slipstream.audit.suite import Remembering, Settings, candidates, law_plans, pair_plans
 from slipstream.audit.toy import ToyModel
 from slipstream.audit.types import Engine, Finding
 from slipstream.errors import InputError
@@ -68,7 +68,9 @@ class Audit:
         pool: what all law checks bet on together; None if there are no token ids.
     """
 
-    def __init__(self, engine: Engine, checks: Sequence[LawCheck | PairCheck], pool: Pool | None, settings: Settings) -> None:
+    def __init__(
+        self, engine: Engine, checks: Sequence[LawCheck | PairCheck], pool: Pool | None, settings: Settings
+    ) -> None:
         self.checks = list(checks)
         self._engine, self._pool, self._settings = engine, pool, settings
 
@@ -140,6 +142,12 @@ def prepare(engine: Engine, scorer: Scorer, settings: Settings) -> Audit:
     remembering = Remembering(scorer)
     plans = law_plans(remembering, engine, settings)
     return Audit(engine, [LawCheck(plan, remembering, settings.tolerance, pool) for plan in plans], pool, settings)
+
+
+def prepare_pairs(engine: Engine, reference: Engine, scorer: Scorer | None, settings: Settings) -> Audit:
+    """The comparison with a reference, where the target's logits or the engine's token ids are not to be had."""
+    plans = pair_plans(scorer, engine, settings)
+    return Audit(engine, [PairCheck(plan, reference) for plan in plans], None, settings)
 
 
 def single_findings(engine: Engine, scorer: Scorer, settings: Settings) -> list[Finding]:

@@ -12,7 +12,7 @@ import numpy as np
 from slipstream.audit.evidence import STRENGTH, samples_for
 from slipstream.audit.law import IMPOSSIBLE, Row, Scorer, distribution, processed
 from slipstream.audit.laws import LawPlan
-from slipstream.audit.types import Engine
+from slipstream.audit.types import Engine, Prompt
 from slipstream.types import SamplingParams
 
 #: Text that repeats itself, so that copied drafts are confident, and open questions, where a target is not.
@@ -95,6 +95,19 @@ def law_plans(scorer: Scorer, engine: Engine, settings: Settings) -> list[LawPla
     for name, case in _parameter_cases(scorer, ranked[:4], engine, settings):
         plans.append(replace(case, name=name))
     return plans
+
+
+def pair_plans(scorer: Scorer | None, engine: Engine, settings: Settings) -> list[LawPlan]:
+    """Prompts whose first one to three tokens and first few words are compared with a reference's, by their texts."""
+    prompts: list[Prompt] = list(_TEXTS) if scorer is None else [*candidates(scorer, 8, settings.seed)]
+    # Half of the samples are the other engine's; twelve texts are a usual number of cells.
+    samples = 2 * samples_for(settings.variation, 12, settings.alpha / 16)
+    params = SamplingParams(temperature=0.8, top_k=4)
+    return [
+        LawPlan(f"prompt {i + 1}, {length} tokens", prompt, replace(params, max_new_tokens=length), samples)
+        for i, prompt in enumerate(prompts[: settings.contexts])
+        for length in (1, 2, 3)
+    ]
 
 
 def _usual(scorer: Scorer, prompts: Sequence[tuple[int, ...]], engine: Engine) -> dict[str, float]:
