@@ -164,7 +164,7 @@ class CallableEngine:
     """A Python function ``f(prompt_ids, params: dict, seed) -> ids``, named as ``module:function``.
 
     The function may have an attribute ``honours``, the names of the parameters that it takes; without it temperature
-    and max_new_tokens alone are tested. ``params`` holds the fields of ``SamplingParams`` that are not at their default.
+    and max_new_tokens alone are tested. ``params`` holds the fields of ``SamplingParams`` that differ from the default.
     """
 
     def __init__(self, name: str) -> None:
@@ -252,12 +252,12 @@ class EndpointEngine:
             ends = {*self._eos, *params.stop_token_ids}
             if not tokens or tokens[-1] not in ends:
                 tokens, usage = (*tokens, self._eos[0]), None
-        asked = params.logprobs is not None and told is not None
+        wanted = told if params.logprobs is not None else None
         return Answer(
             tokens=tokens,
             text=choice.get("text"),
             finish_reason=reason,
-            logprobs=tuple(float(x) for x in told) if asked else None,
+            logprobs=None if wanted is None else tuple(map(float, wanted)),
             usage=usage,
         )
 

@@ -1,8 +1,8 @@
 """Evidence that may be looked at after every answer: bets against a claim.
 
 A bettor starts with 1 and bets on each token before seeing it. If the claim is true, the game is fair or worse, so the
-wealth W is a supermartingale, and the probability that it ever reaches 1/a is at most a (Ville's inequality; Shafer and
-Vovk's game-theoretic probability; e-values, Grünwald et al. arXiv 1906.07801). 1/max W is therefore a p-value however often one looks.
+wealth W is a supermartingale, and the probability that it ever reaches 1/a is at most a (Ville's
+inequality; Grünwald et al., Safe Testing, arXiv 1906.07801). 1/max W is therefore a p-value however often one looks.
 
 The bettor learns: in each place it expects what it saw there, on top of what the claim says. That is the likelihood
 ratio of a Dirichlet mixture of multinomials against the claimed one.
@@ -132,8 +132,8 @@ def holm(p_values: Sequence[float], alpha: float) -> list[bool]:
 def detectable(samples: int, cost: float, alpha: float) -> float:
     """The total variation that ``samples`` answers find with probability 0.95, whatever its shape; at most 1.
 
-    A law at total variation d has a relative entropy of at least 2 d^2 (Pinsker). After n answers the bettor's log wealth
-    is about 2 n d^2 - cost, with a standard deviation of about 2 d sqrt(n); it must reach log(1 / alpha).
+    A law at total variation d has a relative entropy of at least 2 d^2 (Pinsker). After n answers the bettor's log
+    wealth is about 2 n d^2 - cost, with a standard deviation of about 2 d sqrt(n); it must reach log(1 / alpha).
     """
     if samples == 0:
         return 1.0

@@ -88,7 +88,7 @@ def distribution(row: Row, params: SamplingParams) -> Row:
         probs = _kept(probs, mask)
     if params.min_p > 0:
         probs = _kept(probs, probs >= params.min_p * probs.max())
-    return probs
+    return np.asarray(probs)
 
 
 def _kept(probs: Row, mask: NDArray[np.bool_]) -> Row:

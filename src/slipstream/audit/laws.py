@@ -75,6 +75,8 @@ class LawCheck:
         self.plan = plan
         self.samples = 0
         self.violations: Counter[str] = Counter()
+        """Answers that end where they must not; one is a fault."""
+        self.impossible: Counter[str] = Counter()
         self.origins: list[Counter[str]] = [Counter() for _ in range(plan.params.max_new_tokens)]
         self._table = LawTable(scorer, plan.prompt, plan.params, tolerance)
         self._ends = {*self._table.eos, *plan.params.stop_token_ids}
@@ -105,7 +107,7 @@ class LawCheck:
         self._pool.take(laws, tokens)
         for i, (law, token) in enumerate(zip(laws, tokens, strict=True)):
             if law.of(token) == len(law.ids) + 1:
-                self.violations[f"token {token} at position {i + 1}, which must not occur there"] += 1
+                self.impossible[f"token {token} at position {i + 1}, which must not occur there"] += 1
             factor = self._bet.factor(tokens[:i], law, token)
             for joint, wealth in zip((*JOINTS, len(tokens)), self.wealth, strict=True):
                 if i < joint:
@@ -131,9 +133,9 @@ class LawCheck:
         return tuple(merged[0] if t in merged else t for t in tokens[:end])
 
     def p_values(self) -> list[float]:
-        """Of the joint laws of the first 1, 2, 3 and all tokens; 0 if something impossible happened twice."""
-        broken = sum(self.violations.values()) >= 2
-        return [0.0 if broken else wealth.p_value for wealth in self.wealth]
+        """Of the joint laws of the first 1, 2, 3 and all tokens; 0 for the last if an answer ended at a wrong place."""
+        found = [wealth.p_value for wealth in self.wealth]
+        return [*found[:-1], 0.0] if self.violations else found
 
     def findings(self, alpha: float) -> list[Finding]:
         """One for each joint law."""
@@ -143,7 +145,8 @@ class LawCheck:
     def _finding(self, index: int, what: str, alpha: float) -> Finding:
         depth = (*JOINTS, self.plan.params.max_new_tokens)[index]
         p_value = self.p_values()[index]
-        broken = "; ".join(f"{n} times {text}" for text, n in self.violations.most_common(3))
+        seen = self.violations + self.impossible if index == len(JOINTS) else Counter()
+        broken = "; ".join(f"{n} times {text}" for text, n in seen.most_common(3))
         cost = self._bet.cost(depth, self._table.known)
         variation = detectable(self.samples, cost, alpha)
         result = _result(self.wealth[index], alpha, self.complete)
@@ -187,6 +190,7 @@ class LawCheck:
             "samples": self.samples,
             "wealth": [[w.now, w.peak] for w in self.wealth],
             "violations": dict(self.violations),
+            "impossible": dict(self.impossible),
             "origins": [dict(c) for c in self.origins],
             "counts": [[list(before), list(seen.items())] for before, seen in self._bet.counts.items()],
         }
@@ -196,8 +200,9 @@ class LawCheck:
         self.samples = state["samples"]
         self.wealth = [Wealth(*pair) for pair in state["wealth"]]
         self.violations = Counter(state["violations"])
+        self.impossible = Counter(state["impossible"])
         self.origins = [Counter(c) for c in state["origins"]]
-        self._bet.counts = {tuple(before): {t: n for t, n in seen} for before, seen in state["counts"]}
+        self._bet.counts = {tuple(before): dict(seen) for before, seen in state["counts"]}
 
 
 class PairCheck:

@@ -89,22 +89,35 @@ class ReferenceDecoder:
 
     def complete(self, prompts: Sequence[Prompt], params: SamplingParams, seeds: Sequence[int]) -> list[Answer]:
         """As ``Engine`` has it."""
+        requests: dict[Prompt, _Request] = {}
         answers = []
         for prompt, seed in zip(prompts, seeds, strict=True):
-            ids = prompt if isinstance(prompt, tuple) else tuple(self._target.tokenizer(prompt)["input_ids"])  # type: ignore[misc]
+            if prompt not in requests:
+                requests[prompt] = self._request(prompt, params)
             used = seeds[0] if self._fault == "batch-seed" else seed
-            answers += [_Run(self, ids, params, used + 1_000_003 * index).answer() for index in range(params.n)]
+            answers += [_Run(requests[prompt], self._fault, used + 1_000_003 * i).answer() for i in range(params.n)]
         return answers
 
-    def laws(self, scorer: Scorer, prompt: tuple[int, ...], params: SamplingParams) -> _Laws:
-        """The memory of ``scorer``'s laws under these parameters."""
-        key = f"{scorer.name} {prompt} {replace(params, seed=None)}"
-        return _Laws(scorer, prompt, params, self._laws.setdefault(key, {}))
+    def _request(self, given: Prompt, params: SamplingParams) -> _Request:
+        target, draft = self._target, self._draft
+        prompt = given if isinstance(given, tuple) else tuple(target.tokenizer(given)["input_ids"])  # type: ignore[misc]
+        loose = replace(params, top_k=0, top_p=1.0, min_p=0.0)
+        without = replace(params, **{name: getattr(_PLAIN, name) for name in _IGNORED.get(self._fault or "", ())})
+        return _Request(
+            target=target,
+            prompt=prompt,
+            params=params,
+            k=self._k,
+            p=self._laws_of(target, prompt, params),
+            p_drafted=self._laws_of(target, prompt, without),
+            q=self._laws_of(draft, prompt, params),
+            q_unfiltered=self._laws_of(draft, prompt, loose),
+            stop=frozenset({*params.stop_token_ids, *(() if params.ignore_eos else target.eos_token_ids)}),
+        )
 
-    @property
-    def parts(self) -> tuple[Scorer, Scorer, int, str | None]:
-        """Target, draft, k and fault."""
-        return self._target, self._draft, self._k, self._fault
+    def _laws_of(self, scorer: Scorer, prompt: tuple[int, ...], params: SamplingParams) -> _Laws:
+        key = f"{scorer.name} {prompt} {params}"
+        return _Laws(scorer, prompt, params, self._laws.setdefault(key, {}))
 
 
 class _Laws:
@@ -129,21 +142,28 @@ class _Laws:
         return self._memory[answer]
 
 
+@dataclass(frozen=True)
+class _Request:
+    """What all answers to a prompt have in common."""
+
+    target: Scorer
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    k: int
+    p: _Laws
+    p_drafted: _Laws
+    """P, as draft tokens are verified by it."""
+    q: _Laws
+    q_unfiltered: _Laws
+    stop: frozenset[int]
+
+
 class _Run:
     """One answer."""
 
-    def __init__(self, decoder: ReferenceDecoder, prompt: tuple[int, ...], params: SamplingParams, seed: int) -> None:
-        target, draft, self._k, self._fault = decoder.parts
-        self._params, self._random = params, random.Random(seed)
-        self._target, self._prompt = target, prompt
-        self._p = decoder.laws(target, prompt, params)
-        self._q = decoder.laws(draft, prompt, params)
-        loose = replace(params, top_k=0, top_p=1.0, min_p=0.0)
-        self._q_unfiltered = decoder.laws(draft, prompt, loose)
-        names = _IGNORED.get(self._fault or "", ())
-        without = replace(params, **{name: getattr(_PLAIN, name) for name in names})
-        self._p_drafted = decoder.laws(target, prompt, without)
-        self._stop = {*params.stop_token_ids, *(() if params.ignore_eos else target.eos_token_ids)}
+    def __init__(self, request: _Request, fault: str | None, seed: int) -> None:
+        self._request, self._params = request, request.params
+        self._fault, self._random = fault, random.Random(seed)
         self._out: list[int] = []
         self._origins: list[str] = []
         self._seen: tuple[int, ...] = ()
@@ -162,7 +182,7 @@ class _Run:
         return Answer(tokens, text, reason, logprobs, len(tokens), counters, tuple(self._origins))
 
     def _round(self) -> str | None:
-        room = min(self._k, self._params.max_new_tokens - len(self._out) - 1)
+        room = min(self._request.k, self._params.max_new_tokens - len(self._out) - 1)
         draft = self._propose(room if self._rounds else 0)
         accepted, last, seen_last = self._verify(draft)
         new = [*draft.tokens[:accepted], *last]
@@ -183,10 +203,10 @@ class _Run:
         draft = _Draft([], [], [])
         for _ in range(count):
             before = (*self._seen, *draft.tokens)
-            law = self._q[before]
+            law = self._request.q[before]
             u = self._random.random()
             token = law.index(max(law)) if self._fault == "argmax-soft-q" else _drawn(law, u)
-            draft.laws.append(self._q_unfiltered[before] if self._fault == "unfiltered-q" else law)
+            draft.laws.append(self._request.q_unfiltered[before] if self._fault == "unfiltered-q" else law)
             draft.tokens.append(token)
             draft.uniforms.append(u)
         return draft
@@ -194,7 +214,7 @@ class _Run:
     def _verify(self, draft: _Draft) -> tuple[int, list[int], int]:
         """How many draft tokens stand, what is emitted behind them, and what the decoder believes comes there."""
         for i, token in enumerate(draft.tokens):
-            p, q = self._p_drafted[(*self._seen, *draft.tokens[:i])], draft.laws[i]
+            p, q = self._request.p_drafted[(*self._seen, *draft.tokens[:i])], draft.laws[i]
             u = self._random.random()
             if self._fault == "shared-acceptance":
                 u = draft.uniforms[i]
@@ -208,7 +228,7 @@ class _Run:
             return i, [corrected], token if self._fault == "kept-history" else corrected
         behind = (*self._seen, *draft.tokens)
         stale = self._fault == "stale-bonus" and draft.tokens
-        bonus = _drawn(self._p[behind[:-1] if stale else behind], self._random.random())
+        bonus = _drawn(self._request.p[behind[:-1] if stale else behind], self._random.random())
         return len(draft.tokens), [bonus], bonus
 
     def _ratio(self, p: Probs, q: Probs, tokens: Sequence[int], i: int) -> float:
@@ -227,7 +247,7 @@ class _Run:
         room = self._params.max_new_tokens - len(self._out)
         for i, token in enumerate(new[:room]):
             before = len(self._out) + i
-            ends = token in self._stop or self._says_stop([*self._out, *new[: i + 1]])
+            ends = token in self._request.stop or self._says_stop([*self._out, *new[: i + 1]])
             if ends and before + 1 >= self._params.min_new_tokens:
                 return (min(len(new), room) if self._fault == "late-stop" else i + 1), "stop"
         return min(len(new), room), "length" if len(new) >= room else None
@@ -236,7 +256,7 @@ class _Run:
         return bool(self._params.stop) and any(s in self._spelt(tokens) for s in self._params.stop)
 
     def _spelt(self, tokens: Sequence[int]) -> str:
-        tokenizer = self._target.tokenizer
+        tokenizer = self._request.target.tokenizer
         return "" if tokenizer is None else str(tokenizer.decode(list(tokens), skip_special_tokens=True))
 
     def _text(self) -> str:
@@ -245,7 +265,7 @@ class _Run:
         return text[: min(ends)] if ends else text
 
     def _logprobs(self) -> tuple[float, ...]:
-        rows = self._target.logits(self._prompt, self._out[:-1])
+        rows = self._request.target.logits(self._request.prompt, self._out[:-1])
         return tuple(float(r[t] - np.logaddexp.reduce(r)) for r, t in zip(rows, self._out, strict=True))
 
 

@@ -15,7 +15,8 @@ body { font: 15px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto
 table { border-collapse: collapse; width: 100%; margin: .5rem 0 1.5rem }
 td, th { text-align: left; padding: .25rem .6rem; border-bottom: 1px solid #ddd; vertical-align: top }
 td.n { text-align: right; font-variant-numeric: tabular-nums }
-.pass { color: #17692f } .fault { color: #b00020; font-weight: 600 } .undecided { color: #8a5a00 } .skipped { color: #777 }
+.pass { color: #17692f }
+.fault { color: #b00020; font-weight: 600 } .undecided { color: #8a5a00 } .skipped { color: #777 }
 .bar { background: #eee; height: .55rem; width: 12rem } .bar div { height: 100%; background: #2f8fd0 }
 .bar + .bar div { background: #d86a00 }
 h1 span { padding: .1rem .6rem; border: 2px solid }
@@ -46,7 +47,7 @@ def to_html(report: Report) -> str:
         _findings(report.findings),
         "<h2>Observed against expected, where they differ most</h2>",
         *_tables(report.findings),
-        "<h2>Controls</h2><p>The same tests on a built-in decoder with one fault at a time, and on the correct one.</p>",
+        "<h2>Controls</h2><p>The same tests of a built-in decoder, with one fault at a time and with none.</p>",
         _controls(report),
         "</html>",
     ]
@@ -59,8 +60,8 @@ def _rows(pairs: Iterable[tuple[str, str]]) -> str:
 
 def _findings(findings: Iterable[Finding]) -> str:
     rows = [
-        f"<tr><td class='{f.result}'>{f.result}<td>{escape(f.name)}<td>{escape(f.hypothesis)}<td class='n'>{f.samples:,}"
-        f"<td class='n'>{'' if f.p_value is None else f'{f.p_value:.2g}'}<td>{escape(f.detects or '')}"
+        f"<tr><td class='{f.result}'>{f.result}<td>{escape(f.name)}<td>{escape(f.hypothesis)}"
+        f"<td class='n'>{f.samples:,}<td class='n'>{'' if f.p_value is None else f'{f.p_value:.2g}'}<td>{escape(f.detects or '')}"
         f"<td>{escape(f.detail)}</tr>"
         for f in findings
     ]

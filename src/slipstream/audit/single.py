@@ -11,7 +11,6 @@ from slipstream.audit.law import Scorer, processed
 from slipstream.audit.types import Answer, Engine, Finding, Prompt
 from slipstream.types import SamplingParams
 
-#: Logits closer than this are a tie for arithmetic of 32 bits; the user may say otherwise.
 Ids = tuple[int, ...]
 _LONG = 32
 
@@ -33,7 +32,7 @@ def single_tests(
     yield lambda: greedy(engine, scorer, prompts, tolerance, penalised=True)
     yield lambda: lengths(engine, prompts[0])
     yield lambda: stop_ids(engine, prompts[0])
-    yield lambda: stop_strings(engine, scorer, prompts[0])
+    yield lambda: stop_strings(engine, prompts[0])
     yield lambda: seeds(engine, prompts[0], seed)
     yield lambda: isolation(engine, prompts, seed)
     yield lambda: samples_of_one(engine, prompts[0], seed)
@@ -107,7 +106,7 @@ def stop_ids(engine: Engine, prompt: Ids) -> Finding:
     return _finding("stop ids", claim, faults, len(places))
 
 
-def stop_strings(engine: Engine, scorer: Scorer, prompt: Ids) -> Finding:
+def stop_strings(engine: Engine, prompt: Ids) -> Finding:
     """The text is cut before a stop string, also where it spans tokens and blocks."""
     claim = "the text ends before the first stop string, also where it spans tokens"
     whole = engine.complete([prompt], SamplingParams(max_new_tokens=_LONG), [0])[0].text

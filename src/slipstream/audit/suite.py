@@ -6,6 +6,7 @@ import math
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -83,8 +84,9 @@ def law_plans(scorer: Scorer, engine: Engine, settings: Settings) -> list[LawPla
     """All tests of laws that ``engine`` can be put to."""
     scorer = Remembering(scorer)
     prompts = candidates(scorer, 8, settings.seed)
-    names = _usual(scorer, prompts, engine)
-    base = SamplingParams(max_new_tokens=settings.length, **names)
+    # A usual filter, under which few tokens are left and drafts are filtered too.
+    filtered = 4 if "top_k" in engine.honours else 0
+    base = SamplingParams(temperature=0.8, top_k=filtered, max_new_tokens=settings.length)
     ranked = sorted(prompts, key=lambda prompt: -_spread(scorer, prompt, base))
     each = settings.alpha / (4 * 16)
     plans = []
@@ -97,7 +99,7 @@ def law_plans(scorer: Scorer, engine: Engine, settings: Settings) -> list[LawPla
     return plans
 
 
-def pair_plans(scorer: Scorer | None, engine: Engine, settings: Settings) -> list[LawPlan]:
+def pair_plans(scorer: Scorer | None, settings: Settings) -> list[LawPlan]:
     """Prompts whose first one to three tokens and first few words are compared with a reference's, by their texts."""
     prompts: list[Prompt] = list(_TEXTS) if scorer is None else [*candidates(scorer, 8, settings.seed)]
     # Half of the samples are the other engine's; twelve texts are a usual number of cells.
@@ -110,16 +112,9 @@ def pair_plans(scorer: Scorer | None, engine: Engine, settings: Settings) -> lis
     ]
 
 
-def _usual(scorer: Scorer, prompts: Sequence[tuple[int, ...]], engine: Engine) -> dict[str, float]:
-    """A usual filter, under which few tokens are left and drafts are filtered too."""
-    given: dict[str, float] = {"temperature": 0.8}
-    if "top_k" in engine.honours:
-        given["top_k"] = 4
-    return given
-
-
 def _first(scorer: Scorer, prompt: tuple[int, ...]) -> Row:
-    return scorer.logits(prompt, ())[0]
+    row: Row = scorer.logits(prompt, ())[0]
+    return row
 
 
 def _spread(scorer: Scorer, prompt: tuple[int, ...], params: SamplingParams) -> float:
@@ -184,7 +179,7 @@ def _case(
         others = np.delete(row, list(scorer.eos_token_ids))
         favourite = {e: float(np.logaddexp.reduce(others) - row[e]) for e in scorer.eos_token_ids[:1]}
     ignored = replace(base, logit_bias=favourite)
-    values = {
+    values: dict[str, Any] = {
         "temperature": 0.4,
         "top_k": 2,
         "top_p": 0.6,

@@ -66,12 +66,12 @@ class ToyModel:
 
     vocab_size = embedding_size = _EOS + 1
     max_positions = None
-    eos_token_ids = (_EOS,)
+    eos_token_ids: tuple[int, ...] = (_EOS,)
     device = torch.device("cpu")
 
     def __init__(self, seed: int = 0, likeness: float = 0.0) -> None:
         self.name = f"toy-{seed}"
-        self.tokenizer = ToyTokenizer()
+        self.tokenizer: Any | None = ToyTokenizer()
         self._seed = seed
         self._likeness = likeness
         self._rows: dict[tuple[int, ...], Row] = {}

@@ -17,8 +17,8 @@ Examples:
   slipstream audit --url http://localhost:8000 --reference-url http://localhost:8001
   slipstream audit TARGET --callable mymodule:complete
 
-TARGET is the model whose law the answers must follow; toy is a built-in one without weights. --callable names a function
-f(prompt_ids, params, seed) that returns token ids.
+TARGET is the model whose law the answers must follow; toy is a built-in one without weights, and as a draft a
+law like it. --callable names a function f(prompt_ids, params, seed) that returns token ids.
 
 Exit codes: 0 exact within power, 1 a fault was found, 2 the input cannot be used, 3 not decided.
 """
@@ -42,7 +42,7 @@ Exit codes: 0 exact within power, 1 a fault was found, 2 the input cannot be use
     "--tolerance",
     type=float,
     metavar="T",
-    help="How far logits may be off (default: 0.001; 0.05 for other engines' packed weights).",
+    help="How far an engine's logits may be off by rounding (default: 0.001).",
 )
 @click.option("--seed", type=int, default=0, metavar="N", help="Choose prompts and random numbers (default: 0).")
 @model_options

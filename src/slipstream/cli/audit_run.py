@@ -265,7 +265,7 @@ def _collect(task: AuditTask, audit: Audit, progress: Progress, start: float) ->
 def _shown(task: AuditTask) -> Iterator[Progress]:
     """Progress on a terminal; nothing elsewhere."""
     if not is_terminal(sys.stderr):
-        yield lambda what, share: None
+        yield lambda *_: None
         return
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
