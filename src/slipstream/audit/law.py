@@ -92,8 +92,8 @@ def distribution(row: Row, params: SamplingParams) -> Row:
 
 
 def _kept(probs: Row, mask: NDArray[np.bool_]) -> Row:
-    kept: Row = probs * mask
-    return kept / kept.sum()
+    kept = probs * mask
+    return np.asarray(kept / kept.sum())
 
 
 def ceiling(row: Row, params: SamplingParams, tolerance: float) -> Row:

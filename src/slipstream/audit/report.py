@@ -61,8 +61,8 @@ def _rows(pairs: Iterable[tuple[str, str]]) -> str:
 def _findings(findings: Iterable[Finding]) -> str:
     rows = [
         f"<tr><td class='{f.result}'>{f.result}<td>{escape(f.name)}<td>{escape(f.hypothesis)}"
-        f"<td class='n'>{f.samples:,}<td class='n'>{'' if f.p_value is None else f'{f.p_value:.2g}'}<td>{escape(f.detects or '')}"
-        f"<td>{escape(f.detail)}</tr>"
+        f"<td class='n'>{f.samples:,}<td class='n'>{'' if f.p_value is None else f'{f.p_value:.2g}'}"
+        f"<td>{escape(f.detects or '')}<td>{escape(f.detail)}</tr>"
         for f in findings
     ]
     head = "<tr><th>result<th>test<th>hypothesis<th>answers<th>p<th>would find (95 %)<th>why</tr>"
