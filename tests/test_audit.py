@@ -432,7 +432,7 @@ def test_an_endpoint_that_refuses_further_wishes_is_asked_without(server: Any) -
 
 @pytest.mark.parametrize("right", [True, False])
 def test_texts_beside_a_reference(server: Any, right: bool) -> None:
-    """An engine that tells no token ids is compared by its texts; here one that is right, one at another temperature."""
+    """An engine that tells no token ids is compared by its texts: one that is right, one with a filter."""
     server.ids = False
     engine: Any = EndpointEngine(f"http://127.0.0.1:{server.server_port}")
     assert engine.complete([PROMPT], SamplingParams(max_new_tokens=2), [0])[0].tokens is None
@@ -571,6 +571,7 @@ def test_the_command_without_time_does_not_decide(monkeypatch: pytest.MonkeyPatc
         (("toy", "--alpha", "0"), "--alpha"),
         (("toy", "--tolerance", "-1"), "--tolerance"),
         (("toy", "-k", "-1"), "-k"),
+        (("toy", "--skip", "topp"), "--skip"),
         (("toy", "--html", "/nowhere/at/all.html"), "--html"),
     ],
 )

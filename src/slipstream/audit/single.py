@@ -13,6 +13,7 @@ from slipstream.types import SamplingParams
 
 Ids = tuple[int, ...]
 _LONG = 32
+_SHORT = 16
 
 
 def _finding(name: str, hypothesis: str, faults: Sequence[str], samples: int) -> Finding:
@@ -96,11 +97,11 @@ def stop_ids(engine: Engine, prompt: Ids) -> Finding:
     claim = "an answer ends exactly with the first stop id"
     if "stop_token_ids" not in engine.honours:
         return _skipped("stop ids", claim, "the engine has no stop_token_ids")
-    whole = _tokens(engine, prompt, SamplingParams(max_new_tokens=_LONG))
+    whole = _tokens(engine, prompt, SamplingParams(max_new_tokens=_SHORT))
     faults = []
     places = {token: whole.index(token) for token in whole}
     for token, at in list(places.items())[:10]:
-        got = _tokens(engine, prompt, SamplingParams(max_new_tokens=_LONG, stop_token_ids=(token,)))
+        got = _tokens(engine, prompt, SamplingParams(max_new_tokens=_SHORT, stop_token_ids=(token,)))
         if got != whole[: at + 1]:
             faults.append(f"stop id {token}: {got} in place of {whole[: at + 1]}")
     return _finding("stop ids", claim, faults, len(places))
@@ -109,13 +110,13 @@ def stop_ids(engine: Engine, prompt: Ids) -> Finding:
 def stop_strings(engine: Engine, prompt: Ids) -> Finding:
     """The text is cut before a stop string, also where it spans tokens and blocks."""
     claim = "the text ends before the first stop string, also where it spans tokens"
-    whole = engine.complete([prompt], SamplingParams(max_new_tokens=_LONG), [0])[0].text
+    whole = engine.complete([prompt], SamplingParams(max_new_tokens=_SHORT), [0])[0].text
     if "stop" not in engine.honours or not whole or len(whole) < 8:
         return _skipped("stop strings", claim, "no stop strings here, or no text to look for them in")
     faults = []
     tried = [whole[i : i + size] for i in range(2, min(14, len(whole) - 4), 3) for size in (1, 3, 4)]
     for stop in tried:
-        answer = engine.complete([prompt], SamplingParams(max_new_tokens=_LONG, stop=(stop,)), [0])[0]
+        answer = engine.complete([prompt], SamplingParams(max_new_tokens=_SHORT, stop=(stop,)), [0])[0]
         wanted = whole[: whole.index(stop)]
         if answer.text != wanted:
             faults.append(f"stop {stop!r}: {answer.text!r} in place of {wanted!r}")
@@ -127,7 +128,7 @@ def seeds(engine: Engine, prompt: Ids, seed: int) -> Finding:
     claim = "one seed gives one answer; ten seeds give at least two"
     if "seed" not in engine.honours:
         return _skipped("seeds", claim, "the engine has no seed")
-    params = SamplingParams(temperature=1.0, max_new_tokens=_LONG)
+    params = SamplingParams(temperature=1.0, max_new_tokens=_SHORT)
     first, again = (_sampled(engine, prompt, params, range(seed, seed + 10)) for _ in range(2))
     faults = [f"seed {seed + i}: {a} and {b}" for i, (a, b) in enumerate(zip(first, again, strict=True)) if a != b]
     if len(set(first)) == 1:
@@ -140,7 +141,7 @@ def isolation(engine: Engine, prompts: Sequence[Ids], seed: int) -> Finding:
     claim = "answers are the same alone, in a batch, and after others"
     if "seed" not in engine.honours:
         return _skipped("isolation", claim, "without seeds sampled answers cannot be compared")
-    params = SamplingParams(temperature=1.0, max_new_tokens=_LONG)
+    params = SamplingParams(temperature=1.0, max_new_tokens=_SHORT)
     own = list(range(seed, seed + len(prompts)))
     alone = [engine.complete([p], params, [s])[0].tokens for p, s in zip(prompts, own, strict=True)]
     beside = [a.tokens for a in engine.complete(list(prompts), params, own)]
@@ -159,7 +160,7 @@ def samples_of_one(engine: Engine, prompt: Ids, seed: int) -> Finding:
     claim = "n = 4 gives four answers, and not four copies"
     if "n" not in engine.honours:
         return _skipped("n", claim, "the engine has no n")
-    params = SamplingParams(temperature=1.0, max_new_tokens=_LONG, n=4)
+    params = SamplingParams(temperature=1.0, max_new_tokens=_SHORT, n=4)
     groups = [engine.complete([prompt], params, [seed + i]) for i in range(5)]
     faults = [f"{len(group)} answers where 4 were asked for" for group in groups if len(group) != 4]
     if all(len({a.tokens or a.text for a in group}) == 1 for group in groups):
@@ -172,7 +173,7 @@ def logprobs(engine: Engine, scorer: Scorer, prompt: Ids, tolerance: float, seed
     claim = "the log-probability of every token is the target's"
     if "logprobs" not in engine.honours:
         return _skipped("logprobs", claim, "the engine has no logprobs")
-    params = SamplingParams(temperature=1.0, max_new_tokens=_LONG, logprobs=1)
+    params = SamplingParams(temperature=1.0, max_new_tokens=_SHORT, logprobs=1)
     answer = engine.complete([prompt], params, [seed])[0]
     tokens = answer.tokens or ()
     if answer.logprobs is None or not tokens:
@@ -192,7 +193,7 @@ def logprobs(engine: Engine, scorer: Scorer, prompt: Ids, tolerance: float, seed
 def counters(engine: Engine, prompts: Sequence[Ids], seed: int) -> Finding:
     """What an engine says of its drafts fits with what it emitted."""
     claim = "tokens = accepted + one a round, less what an end cut off; accepted <= drafted"
-    params = SamplingParams(temperature=1.0, max_new_tokens=_LONG)
+    params = SamplingParams(temperature=1.0, max_new_tokens=_SHORT)
     answers = engine.complete(list(prompts), params, [seed + i for i in range(len(prompts))])
     told = [a for a in answers if a.counters is not None]
     if not told:

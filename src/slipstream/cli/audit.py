@@ -44,6 +44,7 @@ Exit codes: 0 exact within power, 1 a fault was found, 2 the input cannot be use
     metavar="T",
     help="How far an engine's logits may be off by rounding (default: 0.001).",
 )
+@click.option("--skip", default="", metavar="NAME,...", help="Parameters that the engine is known not to have.")
 @click.option("--seed", type=int, default=0, metavar="N", help="Choose prompts and random numbers (default: 0).")
 @model_options
 @click.option("--resume", metavar="FILE", help="Save what was collected, and go on from it.")

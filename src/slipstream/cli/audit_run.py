@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -45,6 +45,7 @@ class AuditTask:
     variation: float
     alpha: float
     tolerance: float | None
+    skip: str
     seed: int
     weights: str
     draft_weights: str
@@ -70,6 +71,7 @@ def run(task: AuditTask) -> int:
     start = monotonic()
     settings = check(task)
     loaded = load(task)
+    loaded.engine.honours -= set(_skipped(task))
     with _shown(task) as progress:
         report = _audit(task, settings, loaded, progress, start)
     _deliver(task, report)
@@ -97,11 +99,26 @@ def check(task: AuditTask) -> Settings:
         raise InputError(f"--tolerance {task.tolerance} is not usable; use a number from 0 to 1, such as 0.001")
     if task.k < 0:
         raise InputError(f"-k {task.k} is not usable; use 0 or more")
+    _skipped(task)
     for option, path in (("--html", task.html), ("--resume", task.resume)):
         if path is not None:
             check_writable(option, path)
     tolerance = 1e-3 if task.tolerance is None else task.tolerance
     return Settings(variation=task.variation, alpha=task.alpha, tolerance=tolerance, seed=task.seed)
+
+
+def _skipped(task: AuditTask) -> list[str]:
+    """The parameters in ``--skip``."""
+    from dataclasses import fields
+
+    from slipstream.types import SamplingParams
+
+    names = [name.strip() for name in task.skip.split(",") if name.strip()]
+    known = [f.name for f in fields(SamplingParams)]
+    for name in names:
+        if name not in known:
+            raise InputError(f"--skip {name!r} is not a sampling parameter; use names of {', '.join(known)}")
+    return names
 
 
 # --- loading ----------------------------------------------------------------------------------------------------------
@@ -172,7 +189,7 @@ def _load_transformers(task: AuditTask) -> Loaded:
     from slipstream.audit.law import ModelScorer
     from slipstream.measure.peers import load_hf
     from slipstream.models.huggingface import HuggingFaceModel
-    from slipstream.models.load import load_model
+    from slipstream.models.load import open_checkpoint
 
     assert task.model is not None
     precision = "fp32" if task.weights == "auto" else task.weights
@@ -182,9 +199,9 @@ def _load_transformers(task: AuditTask) -> Loaded:
     lookup = task.k if parts[0] == "suffix" else 0
     if len(parts) > 1 or parts[0].startswith("early-exit"):
         raise InputError(f"--draft {task.draft!r} is not to be had from transformers; give a model, suffix or none")
-    target = load_model(task.model, weights="fp32", device=task.device)
-    engine = TransformersEngine(model, assistant, lookup, task.k, target.eos_token_ids, target.tokenizer)
-    return Loaded(engine, ModelScorer(HuggingFaceModel(model)), None)
+    scorer = ModelScorer(HuggingFaceModel(model, tokenizer=open_checkpoint(task.model).tokenizer))
+    engine = TransformersEngine(model, assistant, lookup, task.k, scorer.eos_token_ids, scorer.tokenizer)
+    return Loaded(engine, scorer, None)
 
 
 def _called(task: AuditTask) -> str:
@@ -282,7 +299,7 @@ def _deliver(task: AuditTask, report: Report) -> None:
         write_whole(Path(task.html), lambda path: path.write_text(to_html(report), encoding="utf-8"))
     out = sys.stderr if task.as_json else sys.stdout
     screen = console(out, task.no_color, width=120, soft_wrap=True)
-    for finding in report.findings:
+    for finding in _worth_a_line(report.findings):
         screen.print(f"{_MARKS[finding.result]:>5}  {_line(finding)}")
     caught = sum(c.as_it_must for c in report.controls if c.fault)
     broken = sum(c.fault is not None for c in report.controls)
@@ -294,6 +311,18 @@ def _deliver(task: AuditTask, report: Report) -> None:
     screen.print(f"{report.engine}: {report.verdict} ({report.answers:,} answers, {report.seconds:.0f} s)")
     if task.as_json:
         click.echo(json.dumps(report.document()))
+
+
+def _worth_a_line(findings: Sequence[Finding]) -> Iterator[Finding]:
+    """All but what was not begun, and of one prompt's joint laws that all passed the least likely."""
+    groups: dict[str, list[Finding]] = {}
+    for finding in findings:
+        groups.setdefault(finding.name.split(":")[0], []).append(finding)
+    for group in groups.values():
+        if all(f.result == "pass" and f.p_value is not None for f in group):
+            yield min(group, key=lambda f: f.p_value or 0.0)
+        else:
+            yield from (f for f in group if f.samples or f.result != "undecided")
 
 
 def _line(finding: Finding) -> str:
