@@ -41,7 +41,7 @@ from slipstream.sampling import Sampler
 
 TARGET, DRAFT = ToyModel(), ToyModel(seed=1, likeness=0.4)
 PROMPT = (1, 2, 3)
-COARSE = Settings(variation=0.3)
+COARSE = Settings(variation=0.4, contexts=1)
 EVERY_PARAMETER = {
     "temperature": 0.6,
     "top_k": 5,
@@ -296,7 +296,7 @@ def test_what_an_engine_does_not_take_is_not_tested() -> None:
         "logprobs",
         "counters",
     }
-    assert [p.name for p in law_plans(TARGET, engine, COARSE)] == ["prompt 1", "prompt 2", "prompt 3", "temperature"]
+    assert [p.name for p in law_plans(TARGET, engine, COARSE)] == ["prompt 1", "temperature"]
 
 
 class NearlyToy(ToyModel):
@@ -441,8 +441,7 @@ def test_texts_beside_a_reference(server: Any, right: bool) -> None:
     if not right:
         engine.complete = lambda prompts, params, seeds: asked(prompts, replace(params, top_k=1), seeds)
     plain = SlipstreamEngine(SpeculativeDecoding(TARGET))
-    settings = replace(COARSE, contexts=1)
-    audit = prepare_pairs(engine, plain, TARGET, settings)
+    audit = prepare_pairs(engine, plain, TARGET, COARSE)
     while audit.step():
         pass
     assert (
@@ -464,7 +463,7 @@ def test_a_resumed_run_is_the_run_that_was_not_interrupted(tmp_path: Path) -> No
     decoder = ReferenceDecoder(TARGET, DRAFT)
 
     def fresh() -> Audit:
-        return prepare(decoder, TARGET, replace(COARSE, contexts=1))
+        return prepare(decoder, TARGET, COARSE)
 
     whole, first, second = fresh(), fresh(), fresh()
     for _ in range(30):
