@@ -1,5 +1,8 @@
 """Audits transformers' own ``generate`` with tiny random Llama models: plain, assisted, prompt lookup.
 
+The mode ``ensemble`` is assisted generation with ``assistant_ensemble_weight=0.7``, which is documented to change the
+law: a fault must be found there.
+
     python benchmarks/audit_transformers.py --minutes 5 --out benchmarks/results/audit_transformers.json
 
 The last line of stdout is one JSON document; docs/audit-findings.md quotes it.
@@ -29,7 +32,7 @@ _EOS = 31
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--minutes", type=float, default=5.0, help="of processor time, for each mode")
-    parser.add_argument("--modes", nargs="*", default=["plain", "assisted", "lookup"])
+    parser.add_argument("--modes", nargs="*", default=["plain", "assisted", "lookup", "ensemble"])
     parser.add_argument("--tv", type=float, default=0.2)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("-k", type=int, default=3)
@@ -41,9 +44,10 @@ def main() -> None:
     settings = Settings(variation=args.tv, seed=args.seed)
     document: dict[str, Any] = {"transformers": transformers.__version__, "torch": torch.__version__, "modes": {}}
     for mode in args.modes:
-        assistant = draft if mode == "assisted" else None
+        assistant = draft if mode in ("assisted", "ensemble") else None
         lookup = args.k if mode == "lookup" else 0
-        engine = TransformersEngine(target, assistant, lookup, args.k, (_EOS,))
+        mixed = {"assistant_ensemble_weight": 0.7} if mode == "ensemble" else {}
+        engine = TransformersEngine(target, assistant, lookup, args.k, (_EOS,), **mixed)
         document["modes"][mode] = audited(engine, scorer, settings, args.minutes)
         if args.out:
             args.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
@@ -93,7 +97,16 @@ def audited(engine: Any, scorer: Any, settings: Settings, minutes: float) -> dic
             for row in f.table:
                 print(f"     {row}", flush=True)
     rows = [
-        {"name": f.name, "result": f.result, "samples": f.samples, "p": f.p_value, "detail": f.detail} for f in findings
+        {
+            "name": f.name,
+            "result": f.result,
+            "samples": f.samples,
+            "p": f.p_value,
+            "detects": f.detects,
+            "detail": f.detail,
+            "table": f.table,
+        }
+        for f in findings
     ]
     return {"engine": engine.name, "verdict": said, "answers": audit.samples, "findings": rows}
 

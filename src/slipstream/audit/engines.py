@@ -73,6 +73,7 @@ class TransformersEngine:
         k: draft tokens of the assistant, held constant.
         eos: ids that end an answer.
         tokenizer: for texts; None does without.
+        extra: further fields of the generation config.
     """
 
     honours = frozenset(
@@ -87,18 +88,21 @@ class TransformersEngine:
         k: int = 4,
         eos: Sequence[int] = (),
         tokenizer: Any = None,
+        **extra: Any,
     ) -> None:
         import transformers
 
         kind = "assisted" if assistant is not None else "prompt lookup" if lookup else "plain"
-        self.name = f"transformers {transformers.__version__}, {kind}, k={lookup or k}"
+        said = [f"transformers {transformers.__version__}", kind, f"k={lookup or k}"]
+        self.name = ", ".join([*said, *(f"{name}={value}" for name, value in extra.items())])
         self._model, self._assistant, self._k, self._tokenizer = model, assistant, k, tokenizer
         self._eos = tuple(eos)
-        self._extra: dict[str, Any] = {}
+        self._fields = extra
+        self._call: dict[str, Any] = {}
         if assistant is not None:
-            self._extra = {"assistant_model": assistant}
+            self._call = {"assistant_model": assistant}
         elif lookup:
-            self._extra = {"prompt_lookup_num_tokens": lookup}
+            self._call = {"prompt_lookup_num_tokens": lookup}
 
     def complete(self, prompts: Sequence[Prompt], params: SamplingParams, seeds: Sequence[int]) -> list[Answer]:
         """As ``Engine`` has it; one call of ``generate`` each, since assisted generation takes one prompt."""
@@ -110,7 +114,7 @@ class TransformersEngine:
         with _silent(), torch.inference_mode(), torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             out = self._model.generate(
-                input_ids=ids, attention_mask=torch.ones_like(ids), generation_config=config, **self._extra
+                input_ids=ids, attention_mask=torch.ones_like(ids), generation_config=config, **self._call
             )
         tokens = tuple(out[0, len(prompt) :].tolist())
         text = None if self._tokenizer is None else str(self._tokenizer.decode(tokens, skip_special_tokens=True))
@@ -142,7 +146,7 @@ class TransformersEngine:
                 eos_token_id=given["eos_token_id"],
                 pad_token_id=given["pad_token_id"],
             )
-        return GenerationConfig(**given)
+        return GenerationConfig(**given, **self._fields)
 
 
 @contextmanager
