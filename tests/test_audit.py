@@ -267,7 +267,8 @@ def test_what_one_answer_shows(bend: Any, test: str) -> None:
 def test_one_seed_for_all_and_one_answer_for_n() -> None:
     class Deaf(SlipstreamEngine):
         def complete(self, prompts: Any, params: SamplingParams, seeds: Any) -> list[Answer]:
-            return [a for p in prompts for a in super().complete([p], replace(params, n=1), [0]) * params.n]
+            ask = super().complete
+            return [a for p in prompts for a in ask([p], replace(params, n=1), [0]) * params.n]
 
     findings = single_findings(Deaf(SpeculativeDecoding(TARGET, DRAFT)), TARGET, COARSE)
     assert {f.name for f in findings if f.result == "fault"} >= {"seeds", "n"}
