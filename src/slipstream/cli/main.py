@@ -20,6 +20,7 @@ from slipstream.errors import InputError, SlipstreamError
 
 #: Name of a command, which is also its module's, and what it does. Adding a command is one file and one line here.
 COMMANDS = {
+    "audit": "Test whether an engine's answers follow its target exactly.",
     "bench": "Measure what drafts gain on this machine, beside other engines.",
     "cost": "Tell what a service costs with and without speculation.",
     "demo": "See it work: one answer on a small real model, plain and then speculative.",

@@ -1,0 +1,69 @@
+"""The values that travel through an audit: what an engine is asked and answers, and what a test found."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+from slipstream.types import SamplingParams
+
+#: Token ids; text only where nobody here knows the engine's tokenizer.
+Prompt = tuple[int, ...] | str
+Result = Literal["pass", "fault", "undecided", "skipped"]
+
+
+@dataclass(frozen=True)
+class Counters:
+    """What an engine says of its own drafting in one answer."""
+
+    rounds: int
+    drafted: int
+    accepted: int
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One answer of an engine. What it does not tell is None."""
+
+    tokens: tuple[int, ...] | None
+    """All generated ids, the end-of-sequence id that ended the answer included."""
+    text: str | None = None
+    finish_reason: str | None = None
+    """"stop" or "length"."""
+    logprobs: tuple[float, ...] | None = None
+    """Of each token, under the target before any processing."""
+    usage: int | None = None
+    """How many tokens the engine says it generated."""
+    counters: Counters | None = None
+    origins: tuple[str, ...] = ()
+
+
+class Engine(Protocol):
+    """Something that completes prompts and is said to follow the target exactly."""
+
+    name: str
+    honours: frozenset[str]
+    """The sampling parameters that it takes; what it does not take is not tested."""
+
+    def complete(self, prompts: Sequence[Prompt], params: SamplingParams, seeds: Sequence[int]) -> list[Answer]:
+        """``params.n`` answers to each prompt, asked for together, each prompt with its own seed."""
+        ...
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What one test says: its hypothesis, on how many answers, with which result, and why."""
+
+    name: str
+    hypothesis: str
+    result: Result
+    detail: str
+    samples: int = 0
+    p_value: float | None = None
+    """Valid whenever one looks; None where the test is not a statistical one."""
+    detects: str | None = None
+    """What a fault must be like to be found with probability 0.95 by this many answers."""
+    table: tuple[dict[str, Any], ...] = ()
+    """Observed against expected, the worst first."""
+    more: dict[str, Any] = field(default_factory=dict)

@@ -1,0 +1,331 @@
+"""What ``audit`` does: check, load, collect, report."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from time import monotonic
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from slipstream.cli.drafts import NONE, is_model, members
+from slipstream.cli.screen import console, is_terminal
+from slipstream.errors import InputError
+from slipstream.measure.files import check_writable, write_whole
+
+if TYPE_CHECKING:
+    from slipstream.audit.law import Scorer
+    from slipstream.audit.run import Audit, Progress, Report
+    from slipstream.audit.suite import Settings
+    from slipstream.audit.types import Engine, Finding
+    from slipstream.models.base import Model
+
+TOY = "toy"
+_MARKS = {"pass": "ok", "fault": "FAULT", "undecided": "?", "skipped": "-"}
+
+
+@dataclass(frozen=True)
+class AuditTask:
+    """One call of ``audit``, as the user put it."""
+
+    model: str | None
+    engine: str
+    url: str | None
+    reference_url: str | None
+    function: str | None
+    draft: str
+    k: int
+    rule: str
+    minutes: float
+    variation: float
+    alpha: float
+    tolerance: float | None
+    skip: str
+    seed: int
+    weights: str
+    draft_weights: str
+    device: str
+    threads: int | None
+    resume: str | None
+    html: str | None
+    as_json: bool
+    no_color: bool
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What is tested, and by which law."""
+
+    engine: Engine
+    scorer: Scorer | None
+    reference: Engine | None
+
+
+def run(task: AuditTask) -> int:
+    """Do it; the exit code."""
+    start = monotonic()
+    settings = check(task)
+    loaded = load(task)
+    loaded.engine.honours -= set(_skipped(task))
+    with _shown(task) as progress:
+        report = _audit(task, settings, loaded, progress, start)
+    _deliver(task, report)
+    return report.exit_code
+
+
+def check(task: AuditTask) -> Settings:
+    """Refuse what cannot work, before anything is loaded."""
+    from slipstream.audit.suite import Settings
+
+    if task.url and task.function:
+        raise InputError("--url and --callable are two engines; give one")
+    if task.model is None and not (task.url and task.reference_url):
+        raise InputError("there is nothing to compare with; give TARGET, or --url with --reference-url")
+    if task.model == TOY and task.engine == "transformers":
+        raise InputError("the toy target is no transformers model; give a checkpoint, or leave --engine out")
+    for name, value, most in (
+        ("--minutes", task.minutes, 1e6),
+        ("--tv", task.variation, 1),
+        ("--alpha", task.alpha, 0.5),
+    ):
+        if not 0 < value <= most:
+            raise InputError(f"{name} {value} is not usable; use a number above 0 and at most {most:g}")
+    if task.tolerance is not None and not 0 <= task.tolerance < 1:
+        raise InputError(f"--tolerance {task.tolerance} is not usable; use a number from 0 to 1, such as 0.001")
+    if task.k < 0:
+        raise InputError(f"-k {task.k} is not usable; use 0 or more")
+    _skipped(task)
+    for option, path in (("--html", task.html), ("--resume", task.resume)):
+        if path is not None:
+            check_writable(option, path)
+    tolerance = 1e-3 if task.tolerance is None else task.tolerance
+    return Settings(variation=task.variation, alpha=task.alpha, tolerance=tolerance, seed=task.seed)
+
+
+def _skipped(task: AuditTask) -> list[str]:
+    """The parameters in ``--skip``."""
+    from dataclasses import fields
+
+    from slipstream.types import SamplingParams
+
+    names = [name.strip() for name in task.skip.split(",") if name.strip()]
+    known = [f.name for f in fields(SamplingParams)]
+    for name in names:
+        if name not in known:
+            raise InputError(f"--skip {name!r} is not a sampling parameter; use names of {', '.join(known)}")
+    return names
+
+
+# --- loading ----------------------------------------------------------------------------------------------------------
+
+
+def load(task: AuditTask) -> Loaded:
+    """The engine, and the target's law or a reference."""
+    from slipstream.audit.engines import CallableEngine, EndpointEngine, SlipstreamEngine
+    from slipstream.audit.law import ModelScorer
+    from slipstream.audit.toy import ToyModel
+
+    if task.threads is not None:
+        import torch
+
+        torch.set_num_threads(task.threads)
+    reference = EndpointEngine(task.reference_url) if task.reference_url else None
+    if task.model is None:
+        assert task.url is not None
+        return Loaded(EndpointEngine(task.url), None, reference)
+    if task.model == TOY:
+        toy = ToyModel()
+        target, scorer = _as_model(toy), toy
+    elif task.engine == "transformers" and not task.url and not task.function:
+        return _load_transformers(task)
+    else:
+        from slipstream.models.load import load_model
+
+        target = load_model(task.model, weights=task.weights, device=task.device)
+        scorer = ModelScorer(target)  # type: ignore[assignment]
+    if task.url:
+        endpoint = EndpointEngine(task.url, target.eos_token_ids)
+        plain = SlipstreamEngine(_plain(target), "plain decoding of the target here")
+        return Loaded(endpoint, scorer, reference or plain)
+    if task.function:
+        return Loaded(CallableEngine(task.function), scorer, None)
+    return Loaded(SlipstreamEngine(_speculative(task, target), f"slipstream, {_called(task)}"), scorer, None)
+
+
+def _as_model(toy: Any) -> Model:
+    found: Model = toy
+    return found
+
+
+def _plain(target: Model) -> Any:
+    from slipstream.speculative import SpeculativeDecoding
+
+    return SpeculativeDecoding(target, None, k=0)
+
+
+def _speculative(task: AuditTask, target: Model) -> Any:
+    from slipstream.audit.toy import ToyModel
+    from slipstream.models.load import load_model
+    from slipstream.speculative import SpeculativeDecoding
+
+    drafts: list[Any] = []
+    for member in members(task.draft):
+        if member == TOY:
+            drafts.append(ToyModel(seed=1, likeness=0.4))
+        elif member != NONE:
+            weights = task.draft_weights
+            drafts.append(load_model(member, weights=weights, device=task.device) if is_model(member) else member)
+    draft = None if not drafts else drafts[0] if len(drafts) == 1 else drafts
+    return SpeculativeDecoding(target, draft, k=task.k, rule=task.rule)
+
+
+def _load_transformers(task: AuditTask) -> Loaded:
+    from slipstream.audit.engines import TransformersEngine
+    from slipstream.audit.law import ModelScorer
+    from slipstream.measure.peers import load_hf
+    from slipstream.models.huggingface import HuggingFaceModel
+    from slipstream.models.load import open_checkpoint
+
+    assert task.model is not None
+    precision = "fp32" if task.weights == "auto" else task.weights
+    model = load_hf(task.model, precision, task.device)
+    parts = members(task.draft)
+    assistant = load_hf(parts[0], precision, task.device) if is_model(parts[0]) else None
+    lookup = task.k if parts[0] == "suffix" else 0
+    if len(parts) > 1 or parts[0].startswith("early-exit"):
+        raise InputError(f"--draft {task.draft!r} is not to be had from transformers; give a model, suffix or none")
+    scorer = ModelScorer(HuggingFaceModel(model, tokenizer=open_checkpoint(task.model).tokenizer))
+    engine = TransformersEngine(model, assistant, lookup, task.k, scorer.eos_token_ids, scorer.tokenizer)
+    return Loaded(engine, scorer, None)
+
+
+def _called(task: AuditTask) -> str:
+    return f"draft {task.draft}, k={task.k}, rule {task.rule}"
+
+
+# --- collecting -------------------------------------------------------------------------------------------------------
+
+
+def _audit(task: AuditTask, settings: Settings, loaded: Loaded, progress: Progress, start: float) -> Report:
+    from slipstream.audit.run import Report, run_controls, verdict
+
+    controls = run_controls(settings, progress)
+    progress("one answer at a time", 0.0)
+    singles, audit = _prepared(loaded, settings)
+    key = {"engine": loaded.engine.name, "model": task.model, "settings": asdict(settings)}
+    state = _restore(task, audit, key)
+    spent = state.get("seconds", 0.0)
+    if not any(f.result == "fault" for f in singles):
+        _collect(task, audit, progress, start)
+    seconds = spent + monotonic() - start
+    if task.resume is not None:
+        document = {"key": key, "seconds": seconds, **audit.state()}
+        write_whole(Path(task.resume), lambda path: path.write_text(json.dumps(document), encoding="utf-8"))
+    findings = (*singles, *audit.findings())
+    return Report(
+        engine=loaded.engine.name,
+        target=task.model or "the reference server",
+        verdict=verdict(findings, controls),
+        findings=findings,
+        controls=tuple(controls),
+        settings=settings,
+        seconds=seconds,
+        answers=audit.samples,
+    )
+
+
+def _prepared(loaded: Loaded, settings: Settings) -> tuple[list[Finding], Audit]:
+    from slipstream.audit.run import prepare, prepare_pairs, single_findings
+
+    if loaded.scorer is not None and _tells_tokens(loaded.engine, loaded.scorer, settings):
+        return single_findings(loaded.engine, loaded.scorer, settings), prepare(loaded.engine, loaded.scorer, settings)
+    assert loaded.reference is not None
+    return [], prepare_pairs(loaded.engine, loaded.reference, loaded.scorer, settings)
+
+
+def _tells_tokens(engine: Engine, scorer: Scorer, settings: Settings) -> bool:
+    from slipstream.audit.suite import candidates
+    from slipstream.types import SamplingParams
+
+    prompt = candidates(scorer, 1, settings.seed)[0]
+    return engine.complete([prompt], SamplingParams(max_new_tokens=4), [0])[0].tokens is not None
+
+
+def _restore(task: AuditTask, audit: Audit, key: dict[str, Any]) -> dict[str, Any]:
+    from slipstream.audit.run import load_state
+
+    state = None if task.resume is None else load_state(Path(task.resume), key)
+    if state is not None:
+        audit.restore(state)
+    return state or {}
+
+
+def _collect(task: AuditTask, audit: Audit, progress: Progress, start: float) -> None:
+    try:
+        while monotonic() - start < 60 * task.minutes:
+            progress(f"{audit.samples:,} answers", audit.share)
+            if not audit.step():
+                break
+    except KeyboardInterrupt:
+        click.echo("slipstream: interrupted; reporting what there is", err=True)
+
+
+# --- reporting --------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _shown(task: AuditTask) -> Iterator[Progress]:
+    """Progress on a terminal; nothing elsewhere."""
+    if not is_terminal(sys.stderr):
+        yield lambda *_: None
+        return
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), TimeElapsedColumn())
+    with Progress(*columns, console=console(sys.stderr, task.no_color), transient=True) as bar:
+        line = bar.add_task("", total=1.0)
+        yield lambda what, share: bar.update(line, description=what, completed=share)
+
+
+def _deliver(task: AuditTask, report: Report) -> None:
+    from slipstream.audit.report import to_html
+
+    if task.html is not None:
+        write_whole(Path(task.html), lambda path: path.write_text(to_html(report), encoding="utf-8"))
+    out = sys.stderr if task.as_json else sys.stdout
+    screen = console(out, task.no_color, width=120, soft_wrap=True)
+    for finding in _worth_a_line(report.findings):
+        screen.print(f"{_MARKS[finding.result]:>5}  {_line(finding)}")
+    caught = sum(c.as_it_must for c in report.controls if c.fault)
+    broken = sum(c.fault is not None for c in report.controls)
+    correct = "passed" if all(c.as_it_must for c in report.controls if not c.fault) else "did not pass"
+    screen.print(f"\nControls: {caught} of {broken} faulty decoders caught; the correct one {correct}.")
+    for control in report.controls:
+        if not control.as_it_must:
+            screen.print(f"  {control.fault or 'correct'}: not as it must be after {control.samples:,} answers")
+    screen.print(f"{report.engine}: {report.verdict} ({report.answers:,} answers, {report.seconds:.0f} s)")
+    if task.as_json:
+        click.echo(json.dumps(report.document()))
+
+
+def _worth_a_line(findings: Sequence[Finding]) -> Iterator[Finding]:
+    """All but what was not begun, and of one prompt's joint laws that all passed the least likely."""
+    groups: dict[str, list[Finding]] = {}
+    for finding in findings:
+        groups.setdefault(finding.name.split(":")[0], []).append(finding)
+    for group in groups.values():
+        if all(f.result == "pass" and f.p_value is not None for f in group):
+            yield min(group, key=lambda f: f.p_value or 0.0)
+        else:
+            yield from (f for f in group if f.samples or f.result != "undecided")
+
+
+def _line(finding: Finding) -> str:
+    p = "" if finding.p_value is None else f", p = {finding.p_value:.2g}"
+    found = f", would find {finding.detects}" if finding.detects and finding.result != "fault" else ""
+    return f"{finding.name} ({finding.samples:,}{p}{found}): {finding.detail}"
