@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from math import isnan
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -300,11 +301,41 @@ def test_reading_what_was_missed_is_priced_in() -> None:
 
 
 def test_a_long_prompt_is_not_read_by_a_draft_that_cannot_earn_it_back() -> None:
-    world = World(0.6, linear(0.05), lambda _p, _j: 0.7, read=0.06)
-    result = simulate(world, Adaptive(), 100, prompt=5000)
+    world, policy = World(0.6, linear(0.05), lambda _p, _j: 0.7, read=0.06), Adaptive()
+    assert any(played.draft.tokens for played in simulate(world, policy, 100).played)  # it knows what steps cost now
+    result = simulate(world, policy, 100, prompt=5000)
     assert result.seconds <= 1.02 * result.tokens
     assert not any(played.draft.tokens for played in result.played)
-    assert any(played.draft.tokens for played in simulate(world, Adaptive(), 100).played)
+
+
+BRIEF = World(0.2, linear(0.05), lambda _p, _j: 0.9, read=0.05)
+
+
+def test_a_short_answer_to_a_long_prompt_does_not_wait_for_all_of_it_to_be_read() -> None:
+    """Reading 400 tokens took longer than answering in 20."""
+    prompt, count = 400, 20
+    result = simulate(BRIEF, Adaptive(), count, prompt=prompt)
+    assert any(played.draft.tokens for played in result.played)
+    assert result.seconds <= count + 0.05 * 64
+
+
+def test_a_draft_that_misses_the_beginning_reads_it_once_the_answer_is_long() -> None:
+    lost = replace(BRIEF, chance_of_end=lambda _p, _j: 0.1)
+    result = simulate(lost, Adaptive(), 800, prompt=400)
+    brief, whole = (sum(len(p.tokens) for p in some) / len(some) for some in (result.played[:12], result.played[-60:]))
+    assert whole > 2 * brief
+    assert result.seconds <= 0.65 * result.tokens
+    fine = simulate(replace(BRIEF, chance_of_end=lambda _p, _j: 0.9), Adaptive(), 800, prompt=400)
+    assert fine.seconds <= result.seconds - 10
+
+
+def test_nobody_reads_all_for_the_last_few_tokens() -> None:
+    controller = Adaptive().start(SimpleNamespace(gate=None, latest=None), "d", repeatable=False, isolated=True)
+    for length in range(500, 700):
+        controller.ask(8, length)
+        controller.learn(Played(length, 0, Draft(), 0, (1,), 0.0, 1.0))
+    session = controller._session  # type: ignore[attr-defined]
+    assert session.latest == 64
 
 
 def test_against_every_fixed_k_with_hindsight(study: Any) -> None:

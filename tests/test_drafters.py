@@ -13,7 +13,7 @@ from scipy.stats import chisquare
 
 from fakes import Dice, ForcedDrafter, RecurrentModel, TableModel, all_outcomes, loaded_dice, random_law
 from slipstream import Draft, InputError, SamplingParams, load_model
-from slipstream.drafters import ModelDrafter, NoDrafter, SuffixDrafter, make_drafter
+from slipstream.drafters import CascadeDrafter, ModelDrafter, NoDrafter, SuffixDrafter, make_drafter
 from slipstream.sampling import Sampler
 
 V = 8
@@ -141,6 +141,22 @@ def test_a_session_survives_rounds_in_which_it_was_not_asked() -> None:
         assert session.draft(tokens, 3) == ModelDrafter(RecurrentModel(V), V).start(sampler()).draft(tokens, 3)
         session = ModelDrafter(RecurrentModel(V), V).start(sampler())
         session.draft([1, 2], 4)
+
+
+@pytest.mark.parametrize("cascade", [False, True])
+def test_a_session_may_read_the_end_of_a_prompt_and_all_of_it_later(cascade: bool) -> None:
+    drafter: Any = ModelDrafter(RecurrentModel(V), V)
+    session: Any = CascadeDrafter([ForcedDrafter(lambda _tokens, _k: ()), drafter] if cascade else [drafter]).start(
+        sampler()
+    )
+    fresh = ModelDrafter(RecurrentModel(V), V)
+    prompt, more = [1, 2, 3, 4, 5, 6, 7], [0, 3, 3]
+    session.latest = 3
+    assert session.draft(prompt, 4).tokens == fresh.start(sampler()).draft(prompt[-3:], 4).tokens
+    assert session.draft([*prompt, *more], 4).tokens == fresh.start(sampler()).draft([*prompt[-3:], *more], 4).tokens
+    session.latest = None
+    assert session.draft([*prompt, *more], 4).tokens == fresh.start(sampler()).draft([*prompt, *more], 4).tokens
+    assert session.draft([*prompt, *more, 1], 4).tokens == fresh.start(sampler()).draft([*prompt, *more, 1], 4).tokens
 
 
 def test_sessions_do_not_share_anything() -> None:

@@ -499,15 +499,19 @@ def test_q_is_over_shared_ids_and_what_was_drawn_from(params: dict[str, Any]) ->
 
 
 @pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("brief", [False, True])
 @pytest.mark.parametrize(("target", "draft"), [("qwen", "gpt2"), ("gpt2", "llama2")])
-def test_a_session_rolls_back_and_catches_up(target: str, draft: str, way: Any) -> None:
+def test_a_session_rolls_back_and_catches_up(target: str, draft: str, brief: bool, way: Any) -> None:
     """After any number of tokens stood and others followed, the next draft is as a fresh session's."""
     drafter = VocabularyDrafter(toy(draft, 1), toy(target), way)
     rnd, ids = random.Random(9), drafter.pairing.target.encode(random_text(random.Random(3), 8)).ids
     session, tokens = drafter.start(sampler()), prompt_of(target)
+    own = Transcript(drafter.pairing).read(tokens)
+    session.latest = 2 if brief else None
     for _ in range(25):
-        drafted = session.draft(tokens, 4)
-        assert drafted == drafter.start(sampler()).draft(tokens, 4)
+        drafted, fresh = session.draft(tokens, 4), drafter.start(sampler())
+        fresh.latest = len(Transcript(drafter.pairing).read(tokens)) - len(own) + 2 if brief else None
+        assert drafted == fresh.draft(tokens, 4)
         tokens = [*tokens, *drafted.tokens[: rnd.randrange(5)], rnd.choice(ids)]
 
 

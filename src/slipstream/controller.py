@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import isnan
 from threading import Lock
-from typing import Protocol
+from typing import Any, Protocol
 
 from slipstream.errors import InputError
 from slipstream.estimates import MOST, OF_ALL, OF_REQUEST, Acceptance, Costs, DraftCost, Prior
@@ -277,6 +277,8 @@ _PROBE_SHARE, _PROBE_PASSES = 0.01, 2.0
 _FIRST_GAP, _LAST_GAP = 4, 16
 #: Rounds over which reading what a draft model missed is written off.
 _HORIZON = 24
+#: What a draft model reads of a prompt at first.
+_BRIEF = 64
 #: A drafter whose call costs less than this share of a plain pass is asked always.
 _FREE = 0.01
 #: Tokens that are reached less often than this do not matter.
@@ -328,12 +330,15 @@ class AdaptiveController:
 
     def __init__(self, knowledge: Knowledge, session: object, drafter: str) -> None:
         self._knowledge = knowledge
+        self._session: Any = session
         self._stepwise = hasattr(session, "gate")
         self._drafter = drafter
         self._acceptance: dict[str, Acceptance] = {}
         self._available = 1.0
         self._copies = bool(getattr(session, "copies", False))
         self._read = 0
+        self._owed = 0
+        self._brief: bool | None = None
         self._gap = _FIRST_GAP
         self._resting = 0
         self._probing = False
@@ -355,10 +360,13 @@ class AdaptiveController:
         if not most:
             self._outlook = None
             return 0
+        if self._brief is None:
+            self._begin(length)
+        self._look(verify, draft, min(room, most))
+        if self._brief and self._whole_pays(room, length):
+            self._read_whole(length)
+            self._look(verify, draft, min(room, most))
         room = min(room, most)
-        rates = self._of(self._drafter).positions(MOST)
-        worth = self._worth(verify, draft, rates, room)
-        self._outlook = Outlook(verify, draft, rates, worth, room)
         self._drafting = self._pays(length)
         if self._drafting:
             return room if self._stepwise or draft.step < _FREE * verify[1] else self._best_length()
@@ -402,10 +410,44 @@ class AdaptiveController:
                 best, kept = gain, at + 1
         return kept
 
+    def _look(self, verify: tuple[float, ...], draft: DraftCost, room: int) -> None:
+        rates = self._of(self._drafter).positions(MOST)
+        self._outlook = Outlook(verify, draft, rates, self._worth(verify, draft, rates, room), room)
+
+    # A draft model reads the end of a long prompt first. Answers are often short, and the end is often enough: to read
+    # all of it may take longer than it saves.
+
+    def _begin(self, length: int) -> None:
+        self._brief = False
+        if length > _BRIEF and self._stepwise and hasattr(self._session, "latest"):
+            self._session.latest = _BRIEF
+            self._brief = self._session.latest is not None
+            self._read = length - _BRIEF if self._brief else 0
+
+    def _whole_pays(self, room: int, length: int) -> bool:
+        """Whether to read all, if ``room`` tokens may follow: answers that are long already go on as long again."""
+        outlook = self._outlook
+        assert outlook is not None
+        prior = Acceptance(self._knowledge.prior(self._drafter), OF_REQUEST)
+        hoped = self._worth(outlook.verify, outlook.draft, prior.positions(MOST), outlook.room)
+        left = min(self._elapsed, room / outlook.worth)
+        return (1 - outlook.worth / hoped) * left > outlook.draft.read * length
+
+    def _read_whole(self, length: int) -> None:
+        self._session.latest = None
+        self._brief = False
+        self._owed = length - self._read
+        self._read = length
+
+    def _key(self, drafter: str) -> str:
+        """What acceptance is kept under: that with a prompt's end is another one."""
+        return f"{drafter} (brief)" if self._brief else drafter
+
     def _of(self, drafter: str) -> Acceptance:
-        if drafter not in self._acceptance:
-            self._acceptance[drafter] = Acceptance(self._knowledge.prior(drafter), OF_REQUEST)
-        return self._acceptance[drafter]
+        key = self._key(drafter)
+        if key not in self._acceptance:
+            self._acceptance[key] = Acceptance(self._knowledge.prior(key), OF_REQUEST)
+        return self._acceptance[key]
 
     def _rate(self, draft: Draft, at: int) -> float:
         acceptance = self._of(_source(draft, at, self._drafter))
@@ -471,6 +513,7 @@ class AdaptiveController:
         outlook, passes = self._outlook, self._passes if self._stepwise else len(played.draft.tokens)
         draft, missed = None, self._missed(played.length)
         if played.asked and (passes or not self._stepwise):
+            missed, self._owed = missed + self._owed, 0
             draft = (passes, missed, played.draft_seconds)
             self._read = played.length + played.kept
         if played.asked:
@@ -492,7 +535,7 @@ class AdaptiveController:
         seen = self._seen(played)
         for drafter, some in seen.items():
             _learn(self._of(drafter), some)
-            self._knowledge.verified(drafter, some)
+            self._knowledge.verified(self._key(drafter), some)
         if not played.asked and self._outlook is not None:
             self._of(self._drafter).rest()
 

@@ -18,7 +18,7 @@ from slipstream.engine import Engine
 from slipstream.errors import InputError
 from slipstream.goodput import Goodput
 from slipstream.models.base import Model
-from slipstream.models.load import Checkpoint, open_checkpoint
+from slipstream.models.load import Checkpoint, open_checkpoint, open_draft
 from slipstream.models.vocabulary import check_pair
 from slipstream.sampling import validate
 from slipstream.seats import Limits, enough_memory
@@ -259,10 +259,10 @@ class Stream(Iterator[Piece]):
             yield self._answer.add(r)
 
 
-def _opened(model: Any) -> Any:
+def _opened(model: Any, read: Callable[[Any], Checkpoint] = open_checkpoint) -> Any:
     """A path as a checkpoint, a transformers model behind its adapter, anything else as it is."""
     if isinstance(model, str | os.PathLike):
-        return open_checkpoint(model)
+        return read(model)
     if isinstance(model, torch.nn.Module) and hasattr(model, "config"):
         from slipstream.models.huggingface import HuggingFaceModel
 
@@ -271,7 +271,7 @@ def _opened(model: Any) -> Any:
 
 
 def _opened_draft(draft: Any) -> Any:
-    return draft if is_name(draft) else _opened(draft)
+    return draft if is_name(draft) else _opened(draft, open_draft)
 
 
 def _each(draft: Any, function: Callable[[Any], Any]) -> Any:

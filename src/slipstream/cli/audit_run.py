@@ -170,7 +170,7 @@ def _plain(target: Model) -> Any:
 
 def _speculative(task: AuditTask, target: Model) -> Any:
     from slipstream.audit.toy import ToyModel
-    from slipstream.models.load import load_model
+    from slipstream.models.load import open_draft
     from slipstream.speculative import SpeculativeDecoding
 
     drafts: list[Any] = []
@@ -179,7 +179,9 @@ def _speculative(task: AuditTask, target: Model) -> Any:
             drafts.append(ToyModel(seed=1, likeness=0.4))
         elif member != NONE:
             weights = task.draft_weights
-            drafts.append(load_model(member, weights=weights, device=task.device) if is_model(member) else member)
+            drafts.append(
+                open_draft(member, weights=weights, device=task.device).load() if is_model(member) else member
+            )
     draft = None if not drafts else drafts[0] if len(drafts) == 1 else drafts
     return SpeculativeDecoding(target, draft, k=task.k, rule=task.rule)
 

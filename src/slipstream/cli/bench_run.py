@@ -216,7 +216,7 @@ def _open(task: BenchTask) -> dict[str, Checkpoint]:
     """The target and the draft models with everything checked that can be without reading weights."""
     import torch
 
-    from slipstream.models.load import open_checkpoint
+    from slipstream.models.load import open_checkpoint, open_draft
     from slipstream.models.vocabulary import check_pair
 
     if task.threads is not None:
@@ -225,7 +225,7 @@ def _open(task: BenchTask) -> dict[str, Checkpoint]:
         target = open_checkpoint(task.model, weights=task.weights, device=task.device)
         opened = {"target": target}
         for label, path in task.draft_models.items():
-            opened[label] = open_checkpoint(path, weights=task.draft_weights, device=task.device)
+            opened[label] = open_draft(path, weights=task.draft_weights, device=task.device)
             check_pair(target, opened[label])
     return opened
 

@@ -112,7 +112,7 @@ def _setting(task: DoctorTask, target: Description, draft: Description | None, t
         batch=task.batch,
         k=task.k,
         weights=_weights(task.weights, target, on_cpu),
-        draft_weights=_weights(task.draft_weights, draft or target, on_cpu),
+        draft_weights=_weights(task.draft_weights, draft or target, on_cpu, drafting=True),
         on_cpu=on_cpu,
         memory=memory,
         memory_how=how,
@@ -120,11 +120,11 @@ def _setting(task: DoctorTask, target: Description, draft: Description | None, t
     )
 
 
-def _weights(given: str, model: Description, on_cpu: bool) -> str:
+def _weights(given: str, model: Description, on_cpu: bool, *, drafting: bool = False) -> str:
     """What ``auto`` means."""
     if given != "auto":
         return given
-    return "bf16" if not on_cpu else "fp16" if model.ours else "fp32"
+    return "bf16" if not on_cpu else "fp32" if not model.ours else "int8" if drafting else "fp16"
 
 
 def _memory(task: DoctorTask, on_cpu: bool) -> tuple[int | None, str]:

@@ -38,7 +38,12 @@ _SAMPLING = (
 )
 _MODEL = (
     click.option("--weights", type=click.Choice(WEIGHTS), default="auto", help="Weights of MODEL (default: auto)."),
-    click.option("--draft-weights", type=click.Choice(WEIGHTS), default="auto", help="Weights of the draft model."),
+    click.option(
+        "--draft-weights",
+        type=click.Choice(WEIGHTS),
+        default="auto",
+        help="Of the draft (default: int8 on a CPU).",
+    ),
     click.option("--device", default="cpu", metavar="NAME", help="cpu (default), cuda, cuda:1, mps."),
     click.option("--threads", type=int, metavar="N", help="CPU threads (default: PyTorch's choice)."),
 )

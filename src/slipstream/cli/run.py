@@ -109,14 +109,14 @@ def check(task: Task) -> None:
 
 def _open_all(task: Task) -> tuple[Checkpoint, dict[str, Checkpoint]]:
     """Target and draft models (by name) with everything checked that can be without reading weights."""
-    from slipstream.models.load import open_checkpoint
+    from slipstream.models.load import open_checkpoint, open_draft
     from slipstream.models.vocabulary import check_pair
 
     with _loading(task, task.model):
         target = open_checkpoint(task.model, weights=task.weights, device=task.device)
         drafts: dict[str, Checkpoint] = {}
         for name in task.draft_models:
-            drafts[name] = open_checkpoint(name, weights=task.draft_weights, device=task.device)
+            drafts[name] = open_draft(name, weights=task.draft_weights, device=task.device)
             check_pair(target, drafts[name])
     return target, drafts
 

@@ -64,6 +64,17 @@ class CascadeSession:
         self.copies = any(getattr(session, "copies", False) for session in self._sessions)
         """Whether some of the tokens cost nothing."""
 
+    @property
+    def latest(self) -> int | None:
+        """How many of the latest tokens members read that have not begun to; None: all."""
+        return next((one.latest for one in self._sessions if hasattr(one, "latest")), None)
+
+    @latest.setter
+    def latest(self, count: int | None) -> None:
+        for one in self._sessions:
+            if hasattr(one, "latest"):
+                one.latest = count
+
     def draft(self, tokens: Sequence[int], k: int) -> Draft:
         """Up to ``k`` tokens of all drafters; copied ones have one-hot rows if others were drawn."""
         return self.draft_after(tokens, (), k)

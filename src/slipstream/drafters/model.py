@@ -101,6 +101,8 @@ class DrawingSession:
     """
 
     gate: Gate | None = None
+    latest: int | None = None
+    """Of a text that it has not begun to read, so many of the last tokens are read; None: all, if need be again."""
 
     def __init__(self, drafter: ModelDrafter, sampler: Sampler) -> None:
         self._model = drafter.model
@@ -109,6 +111,7 @@ class DrawingSession:
         self._sampler = sampler
         self._cache = drafter.model.new_cache()
         self._fed: list[int] = []
+        self._skipped = 0
         self._committed = 0
         self._suspended = False
 
@@ -119,7 +122,7 @@ class DrawingSession:
     def steps(self, tokens: Sequence[int], given: Sequence[int], k: int) -> Steps:
         """``draft``, a pass at a time, behind ``tokens`` and ``given`` ones, which may yet be rejected."""
         context = [*tokens, *given]
-        own = self._own_ids(context, len(tokens))
+        own = self._part(self._own_ids(context, len(tokens)))
         if self._model.max_positions is not None:
             k = min(k, self._model.max_positions - len(own) + 1)
         if self._suspended or k <= 0 or not own:
@@ -142,7 +145,7 @@ class DrawingSession:
 
     def catch_up(self, tokens: Sequence[int], most: int) -> Generator[Read, Tensor, int]:
         """Read up to ``most`` of the ``tokens`` that it has not read; returns how many are left but for the last."""
-        own = self._own_ids(tokens, len(tokens))
+        own = self._part(self._own_ids(tokens, len(tokens)))
         if self._model.max_positions is not None:
             own = own[: self._model.max_positions]
         if self._suspended or not own:
@@ -203,10 +206,18 @@ class DrawingSession:
                 raise
             return None
 
+    def _part(self, own: Sequence[int]) -> Sequence[int]:
+        """What the model is shown of ``own``: all, or from a place on that stays."""
+        if self._skipped and self.latest is None:
+            self._fed, self._skipped = [], 0
+        elif not self._fed:
+            self._skipped = max(0, len(own) - self.latest) if self.latest else 0
+        return own[self._skipped :] if self._skipped else own
+
     def _roll_back(self, own: Sequence[int]) -> None:
         """Keep what agrees with ``own``; at least the last of them is left to be fed."""
         limit = min(len(self._fed), len(own) - 1)
-        agree = min(self._agreed, limit)
+        agree = min(max(0, self._agreed - self._skipped), limit)
         while agree < limit and self._fed[agree] == own[agree]:
             agree += 1
         del self._fed[agree:]

@@ -116,7 +116,7 @@ class SharedSession(DrawingSession):
 
     def _roll_back(self, own: Sequence[int]) -> None:
         super()._roll_back(own)
-        self._agreed = len(own)
+        self._agreed = self._skipped + len(own)
 
     def _own_id(self, token: int) -> int:
         return self._to_draft[token]

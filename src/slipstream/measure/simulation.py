@@ -30,6 +30,8 @@ class World:
     chance: Chance
     read: float = 0.0
     """Time a draft model takes to read a token that it missed."""
+    chance_of_end: Chance | None = None
+    """Acceptance while it has read the end of the prompt only, if that is another one."""
     stepwise: bool = True
     """Whether the drafter asks the gate; otherwise it copies, and its drafts may be cut."""
     confidence: Callable[[int], float] = lambda _place: 0.7
@@ -55,39 +57,59 @@ class Simulated:
         return self.expected / self.seconds
 
 
-class _Stepwise:
-    """Stands for a session that asks the gate."""
+@dataclass
+class _Session:
+    """Stands for a session that asks the gate, and for what its model has read."""
 
-    gate = None
+    world: World
+    gate: None = None
+    latest: int | None = None
+    brief: bool = False
+    read: int = 0
+
+    def missed(self, length: int) -> int:
+        """Tokens to be read before a first step, beyond the one or two of every round."""
+        if not self.read and self.latest is not None:
+            self.read = max(0, length - self.latest)
+            self.brief = self.read > 0
+        elif self.brief and self.latest is None:
+            self.brief, self.read = False, 0
+        return max(0, length - self.read - 2)
+
+    @property
+    def chance(self) -> Chance:
+        """Acceptance with what was read."""
+        return self.world.chance_of_end if self.brief and self.world.chance_of_end else self.world.chance
 
 
 def simulate(world: World, policy: Policy, count: int, prompt: int = 16) -> Simulated:
     """One answer of at least ``count`` tokens after ``prompt`` tokens."""
-    session = _Stepwise() if world.stepwise else object()
-    controller = policy.start(session, "draft", repeatable=False, isolated=False)
+    session = _Session(world)
+    controller = policy.start(session if world.stepwise else object(), "draft", repeatable=False, isolated=False)
     luck, jitter = random.Random(world.seed), random.Random(world.seed + 1)
     lucky = [luck.random() for _ in range(count + 64)]
-    result, read = Simulated(), prompt - 1
+    result = Simulated()
     while result.tokens < count:
         length = prompt + result.tokens
-        asked = controller.ask(64, length)
+        asked = controller.ask(max(64, count - result.tokens), length)
         size, passes = _drafted(world, controller, asked, result.tokens)
         draft = _draft(world, size, result.tokens)
         kept = size if world.stepwise or not asked else min(controller.keep(draft), size)
-        right = 0
-        while right < kept and lucky[result.tokens + right] < world.chance(result.tokens + right, right):
-            right += 1
-        drafting = world.step * passes + (world.read * max(0, length - read - 2) if passes else 0.0)
+        drafting = 0.0
         if passes:
-            read = length + size
-        tokens = _tokens(draft, right, kept, lucky, world, result.tokens)
+            drafting = world.step * passes + world.read * session.missed(length)
+            session.read = length + size
+        right = 0
+        while right < kept and lucky[result.tokens + right] < session.chance(result.tokens + right, right):
+            right += 1
+        tokens = _tokens(draft, right, kept, lucky, session.chance, result.tokens)
         verify = world.verify(kept + 1)
         played = Played(
             length, asked, draft, kept, tokens, drafting * _noisy(jitter, world), verify * _noisy(jitter, world)
         )
         controller.learn(played)
         result.seconds += drafting + verify
-        result.expected += _expected(world, kept, result.tokens)
+        result.expected += _expected(session.chance, kept, result.tokens)
         result.tokens += right + 1
         result.played.append(played)
     return result
@@ -106,11 +128,11 @@ def _drafted(world: World, controller: Controller, asked: int, place: int) -> tu
     return size, passes
 
 
-def _expected(world: World, kept: int, place: int) -> float:
+def _expected(chance: Chance, kept: int, place: int) -> float:
     """Tokens of a round, on average."""
     tokens = reach = 1.0
     for i in range(kept):
-        reach *= world.chance(place + i, i)
+        reach *= chance(place + i, i)
         tokens += reach
     return tokens
 
@@ -120,9 +142,9 @@ def _draft(world: World, size: int, place: int) -> Draft:
     return Draft(tuple(range(1, size + 1)), confidence=confidence)
 
 
-def _tokens(draft: Draft, right: int, kept: int, lucky: Sequence[float], world: World, place: int) -> tuple[int, ...]:
+def _tokens(draft: Draft, right: int, kept: int, lucky: Sequence[float], chance: Chance, place: int) -> tuple[int, ...]:
     """Accepted ones, and one more: the copied one that was cut off, if it would have stood."""
-    more = right == kept < len(draft.tokens) and lucky[place + right] < world.chance(place + right, right)
+    more = right == kept < len(draft.tokens) and lucky[place + right] < chance(place + right, right)
     return (*draft.tokens[:right], draft.tokens[right] if more else 0)
 
 

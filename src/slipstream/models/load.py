@@ -24,6 +24,7 @@ from slipstream.models.base import Model
 from slipstream.models.shapes import Shape, first_misfit
 
 WEIGHTS = ("auto", "fp32", "bf16", "fp16", "int8", "fp64")
+_AUTO_DRAFT = "auto draft"
 """Names that ``load_model`` takes; not every one is to be had for every model and device."""
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
@@ -89,12 +90,26 @@ def open_checkpoint(
 ) -> Checkpoint:
     """What ``load_model`` does before it reads weights, with the same arguments and errors."""
     where = _device(device)
+    return _open(os.fspath(path), _weights(weights, where), where, tokenizer)
+
+
+def open_draft(
+    path: str | os.PathLike[str], *, weights: str = "auto", device: str | torch.device = "cpu"
+) -> Checkpoint:
+    """``open_checkpoint`` for a draft model, where ``"auto"`` on a CPU means int8 if Slipstream's own decoder runs it.
+
+    A draft step takes as long as reading the weights, and what rounding them changes costs acceptance only.
+    """
+    where = _device(device)
     kind = _weights(weights, where)
-    name = os.fspath(path)
+    return _open(os.fspath(path), _AUTO_DRAFT if kind == "auto" else kind, where, None)
+
+
+def _open(name: str, kind: str, device: torch.device, tokenizer: Any | None) -> Checkpoint:
     found = _find(name)
     if found.is_file():
-        return _open_gguf(found, name, kind, where, tokenizer)
-    return _Folder(found, name).open(kind, where, tokenizer)
+        return _open_gguf(found, name, kind, device, tokenizer)
+    return _Folder(found, name).open(kind, device, tokenizer)
 
 
 def _device(device: str | torch.device) -> torch.device:
@@ -125,14 +140,15 @@ def _packed(weights: str, device: torch.device) -> str:
     from slipstream.models.linear import PACKED, packed_kernels
     from slipstream.models.native.build import why_not
 
-    if device.type != "cpu" or weights not in ("auto", *PACKED):
+    best = {"auto": "fp16", _AUTO_DRAFT: "int8"}.get(weights, weights)
+    if device.type != "cpu" or best not in PACKED:
         return weights
     if packed_kernels():
         if reason := why_not():
             warnings.warn(f"{reason}, so decoding uses torch's own kernels, which are slower", stacklevel=2)
-        return "fp16" if weights == "auto" else weights
+        return best
     warnings.warn(
-        f"this torch has no packed {weights.replace('auto', 'fp16')} kernels for this processor; using fp32",
+        f"this torch has no packed {best} kernels for this processor; using fp32",
         stacklevel=2,
     )
     return "fp32"
@@ -265,7 +281,7 @@ class _Folder:
         if tokenizer is None:
             tokenizer = self._tokenizer()
         if not ours:
-            weights = "fp32" if weights == "auto" else weights
+            weights = "fp32" if weights in ("auto", _AUTO_DRAFT) else weights
             self._check_adaptable(config, weights)
             load: Callable[[], Model] = partial(self._adapted, config, weights, device, tokenizer)
             return Checkpoint(self.name, settings, tokenizer, None, load)
