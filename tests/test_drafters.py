@@ -146,9 +146,8 @@ def test_a_session_survives_rounds_in_which_it_was_not_asked() -> None:
 @pytest.mark.parametrize("cascade", [False, True])
 def test_a_session_may_read_the_end_of_a_prompt_and_all_of_it_later(cascade: bool) -> None:
     drafter: Any = ModelDrafter(RecurrentModel(V), V)
-    session: Any = CascadeDrafter([ForcedDrafter(lambda _tokens, _k: ()), drafter] if cascade else [drafter]).start(
-        sampler()
-    )
+    nobody = ForcedDrafter(lambda _tokens, _k: ())
+    session: Any = CascadeDrafter([nobody, drafter] if cascade else [drafter]).start(sampler(prompt_length=7))
     fresh = ModelDrafter(RecurrentModel(V), V)
     prompt, more = [1, 2, 3, 4, 5, 6, 7], [0, 3, 3]
     session.latest = 3

@@ -505,12 +505,13 @@ def test_a_session_rolls_back_and_catches_up(target: str, draft: str, brief: boo
     """After any number of tokens stood and others followed, the next draft is as a fresh session's."""
     drafter = VocabularyDrafter(toy(draft, 1), toy(target), way)
     rnd, ids = random.Random(9), drafter.pairing.target.encode(random_text(random.Random(3), 8)).ids
-    session, tokens = drafter.start(sampler()), prompt_of(target)
-    own = Transcript(drafter.pairing).read(tokens)
+    tokens = prompt_of(target)
+    own = Sampler(SamplingParams(), len(tokens), (), 0)
+    session = drafter.start(own)
     session.latest = 2 if brief else None
     for _ in range(25):
-        drafted, fresh = session.draft(tokens, 4), drafter.start(sampler())
-        fresh.latest = len(Transcript(drafter.pairing).read(tokens)) - len(own) + 2 if brief else None
+        drafted, fresh = session.draft(tokens, 4), drafter.start(own)
+        fresh.latest = session.latest
         assert drafted == fresh.draft(tokens, 4)
         tokens = [*tokens, *drafted.tokens[: rnd.randrange(5)], rnd.choice(ids)]
 

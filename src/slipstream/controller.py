@@ -275,10 +275,10 @@ _CONFIRM, _REFRESH = 32, 256
 #: Probing may take this share of a request's time, and a few plain passes more.
 _PROBE_SHARE, _PROBE_PASSES = 0.01, 2.0
 _FIRST_GAP, _LAST_GAP = 4, 16
-#: Rounds over which reading what a draft model missed is written off.
-_HORIZON = 24
+#: An answer is expected to go on for as many tokens as it has already, and so many more; half as many rounds.
+_EXPECTED = 96
 #: What a draft model reads of a prompt at first.
-_BRIEF = 64
+BRIEF = 64
 #: A drafter whose call costs less than this share of a plain pass is asked always.
 _FREE = 0.01
 #: Tokens that are reached less often than this do not matter.
@@ -301,26 +301,27 @@ class Outlook:
         """Seconds of a draft."""
         return self.draft.call + self.draft.step * passes + self.draft.read * missed
 
-    def gains(self, at: int, reach: float, first: float | None) -> Iterator[float]:
+    def gains(self, at: int, reach: float, first: float | None, worth: float) -> Iterator[float]:
         """For 1, 2, ... more tokens: how many stand on average, less what their time is worth.
 
         Args:
             at: tokens drafted so far.
             reach: probability that all of them are accepted.
             first: acceptance of the next one if its pass is done already; None if it must be paid for.
+            worth: tokens a second that time brings otherwise.
         """
         tokens, seconds = 0.0, -self.verify[at + 1] - (0.0 if first is None else self.draft.step)
         for ahead in range(at, self.room):
             reach *= self.rates[ahead] if first is None or ahead > at else first
             tokens += reach
             seconds += self.draft.step
-            yield tokens - self.worth * (seconds + self.verify[ahead + 2])
+            yield tokens - worth * (seconds + self.verify[ahead + 2])
             if reach < _NO_REACH:
                 return
 
-    def pays(self, at: int, reach: float, first: float | None) -> bool:
+    def pays(self, at: int, reach: float, first: float | None, worth: float = 0.0) -> bool:
         """Whether some number of further tokens is worth its time; arguments as in ``gains``."""
-        return any(gain > 0 for gain in self.gains(at, reach, first))
+        return any(gain > 0 for gain in self.gains(at, reach, first, max(worth, self.worth)))
 
 
 class AdaptiveController:
@@ -338,7 +339,12 @@ class AdaptiveController:
         self._copies = bool(getattr(session, "copies", False))
         self._read = 0
         self._owed = 0
-        self._brief: bool | None = None
+        self._prompt = -1
+        self._brief = False
+        if self._stepwise and hasattr(session, "latest"):
+            reader: Any = session
+            reader.latest = BRIEF
+            self._brief = reader.latest is not None
         self._gap = _FIRST_GAP
         self._resting = 0
         self._probing = False
@@ -347,6 +353,7 @@ class AdaptiveController:
         self._probe_seconds = 0.0
         self._outlook: Outlook | None = None
         self._reach = 1.0
+        self._tokens = 0.0
         self._passes = 0
         self._left_out: float | None = None
 
@@ -354,20 +361,20 @@ class AdaptiveController:
 
     def ask(self, room: int, length: int) -> int:
         """The most tokens to draft."""
-        self._reach, self._passes, self._left_out = 1.0, 0, None
+        self._reach, self._tokens, self._passes, self._left_out = 1.0, 0.0, 0, None
         self._probing = False
         verify, draft, most = self._knowledge.costs()
         if not most:
             self._outlook = None
             return 0
-        if self._brief is None:
+        if self._prompt < 0:
             self._begin(length)
         self._look(verify, draft, min(room, most))
         if self._brief and self._whole_pays(room, length):
             self._read_whole(length)
             self._look(verify, draft, min(room, most))
+        self._drafting = self._pays(length, room)
         room = min(room, most)
-        self._drafting = self._pays(length)
         if self._drafting:
             return room if self._stepwise or draft.step < _FREE * verify[1] else self._best_length()
         if self._asks_anyway(draft, verify):
@@ -389,8 +396,11 @@ class AdaptiveController:
         acceptance = self._of(source or self._drafter)
         rate = acceptance.given(confidence)
         due = drafted == 0 and self._resting >= self._gap
-        if outlook.pays(drafted, self._reach, rate) or acceptance.unsure(confidence) or due:
+        # What is copied now can be copied in the next round as well: a longer copy has to beat the rate of this one.
+        worth = 0.0 if self._passes else (1 + self._tokens) / outlook.verify[drafted + 1]
+        if outlook.pays(drafted, self._reach, rate, worth) or acceptance.unsure(confidence) or due:
             self._reach *= rate
+            self._tokens += self._reach
             return True
         self._left_out = rate
         return False
@@ -401,14 +411,14 @@ class AdaptiveController:
         count = min(len(draft.tokens), outlook.room if outlook else 0)
         if outlook is None or self._probing or self._passes:
             return count
-        best, kept, tokens, reach = 0.0, 0, 0.0, 1.0
+        expected, reach = [0.0], 1.0
         for at in range(count):
             reach *= self._rate(draft, at)
-            tokens += reach
-            gain = tokens - outlook.worth * (outlook.verify[at + 2] - outlook.verify[1])
-            if gain > best:
-                best, kept = gain, at + 1
-        return kept
+            expected.append(expected[-1] + reach)
+        verify = outlook.verify
+        # What is not verified now can be copied in the next round, at the same rate.
+        worth = max(outlook.worth, *((1 + tokens) / verify[n + 1] for n, tokens in enumerate(expected)))
+        return max(range(count + 1), key=lambda n: expected[n] - worth * (verify[n + 1] - verify[1]))
 
     def _look(self, verify: tuple[float, ...], draft: DraftCost, room: int) -> None:
         rates = self._of(self._drafter).positions(MOST)
@@ -418,11 +428,9 @@ class AdaptiveController:
     # all of it may take longer than it saves.
 
     def _begin(self, length: int) -> None:
-        self._brief = False
-        if length > _BRIEF and self._stepwise and hasattr(self._session, "latest"):
-            self._session.latest = _BRIEF
-            self._brief = self._session.latest is not None
-            self._read = length - _BRIEF if self._brief else 0
+        self._prompt = length - 1
+        self._brief = self._brief and self._prompt > BRIEF
+        self._read = self._prompt - BRIEF if self._brief else 0
 
     def _whole_pays(self, room: int, length: int) -> bool:
         """Whether to read all, if ``room`` tokens may follow: answers that are long already go on as long again."""
@@ -466,12 +474,18 @@ class AdaptiveController:
             best = max(best, (1 + often * tokens) / seconds)
         return best
 
-    def _pays(self, length: int) -> bool:
-        """Whether drafting pays at all, with what a draft model has missed to be read first."""
+    def _pays(self, length: int, left: int) -> bool:
+        """Whether drafting pays at all, with what a draft model has missed to be read first.
+
+        Args:
+            length: tokens so far.
+            left: the most that may follow.
+        """
         outlook = self._outlook
         assert outlook is not None
-        gain = max(outlook.gains(0, 1.0, None), default=-1.0) - outlook.worth * outlook.draft.call
-        return gain * _HORIZON > outlook.worth * outlook.draft.read * self._missed(length)
+        gain = max(outlook.gains(0, 1.0, None, outlook.worth), default=-1.0) - outlook.worth * outlook.draft.call
+        rounds = min(left, _EXPECTED + length - self._prompt) / 2
+        return gain * rounds > outlook.worth * outlook.draft.read * self._missed(length)
 
     def _best_length(self) -> int:
         """k for a drafter that can be asked for a number only."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate
 from operator import mul
 
-from slipstream.controller import Adaptive, Controller, Played
+from slipstream.controller import BRIEF, Adaptive, Controller, Played
 from slipstream.estimates import OF_ALL, OF_REQUEST, Acceptance, Costs, Mean, Prior
 from slipstream.types import Draft
 
@@ -138,6 +138,8 @@ class Goodput:
         """Begin one request. If it has to repeat, k is its own matter."""
         if repeatable:
             return Adaptive().start(session, drafter, repeatable=True, isolated=isolated)
+        if hasattr(session, "latest"):
+            session.latest = BRIEF  # all of a long prompt would delay everyone
         return BatchController(self, isolated=isolated)
 
     def prior(self) -> Prior:

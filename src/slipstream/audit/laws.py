@@ -203,6 +203,8 @@ class LawCheck:
         self.impossible = Counter(state["impossible"])
         self.origins = [Counter(c) for c in state["origins"]]
         self._bet.counts = {tuple(before): dict(seen) for before, seen in state["counts"]}
+        for before, seen in self._bet.counts.items():
+            self._table.along((*before, next(iter(seen))))  # their laws, which reports need
 
 
 class PairCheck:
@@ -227,7 +229,8 @@ class PairCheck:
         theirs = self._reference.complete(prompts, self.plan.params, [2**30 + seed + i for i in range(count)])
         for our, their in zip(ours, theirs, strict=True):
             self.samples += 1
-            self.wealth[0].add(self._bet.factor(_outcome(our), _outcome(their)))
+            tokens = our.tokens is not None and their.tokens is not None
+            self.wealth[0].add(self._bet.factor(_outcome(our, tokens), _outcome(their, tokens)))
 
     def p_values(self) -> list[float]:
         """Of the hypothesis that both follow one law."""
@@ -266,10 +269,8 @@ class PairCheck:
         self._bet = PairBet(dict(state["ours"]), dict(state["theirs"]))
 
 
-def _outcome(answer: Answer) -> str:
-    if answer.tokens is not None:
-        return repr(answer.tokens)
-    return f"{answer.text} [{answer.finish_reason}]"
+def _outcome(answer: Answer, by_tokens: bool) -> str:
+    return repr(answer.tokens) if by_tokens else f"{answer.text} [{answer.finish_reason}]"
 
 
 def _result(wealth: Wealth, alpha: float, enough: bool) -> Any:

@@ -89,7 +89,7 @@ class Continuing(GatedSession, Protocol):
     """What a session may have besides; whoever uses one looks for each by its name."""
 
     latest: int | None
-    """Of a text that it has not begun to read, so many of the last tokens are read; None: all, if need be again."""
+    """Of a prompt that it has not begun to read, so many of the last tokens are read; None: all, if need be again."""
 
     def draft_after(self, tokens: Sequence[int], drafted: Sequence[int], k: int) -> Draft:
         """As ``draft``, behind ``drafted`` tokens that others propose in the same round and that may yet be rejected.

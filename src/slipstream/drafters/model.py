@@ -102,7 +102,7 @@ class DrawingSession:
 
     gate: Gate | None = None
     latest: int | None = None
-    """Of a text that it has not begun to read, so many of the last tokens are read; None: all, if need be again."""
+    """Of a prompt that it has not begun to read, so many of the last tokens are read; None: all, if need be again."""
 
     def __init__(self, drafter: ModelDrafter, sampler: Sampler) -> None:
         self._model = drafter.model
@@ -122,7 +122,7 @@ class DrawingSession:
     def steps(self, tokens: Sequence[int], given: Sequence[int], k: int) -> Steps:
         """``draft``, a pass at a time, behind ``tokens`` and ``given`` ones, which may yet be rejected."""
         context = [*tokens, *given]
-        own = self._part(self._own_ids(context, len(tokens)))
+        own = self._part(self._own_ids(context, len(tokens)), context)
         if self._model.max_positions is not None:
             k = min(k, self._model.max_positions - len(own) + 1)
         if self._suspended or k <= 0 or not own:
@@ -145,7 +145,7 @@ class DrawingSession:
 
     def catch_up(self, tokens: Sequence[int], most: int) -> Generator[Read, Tensor, int]:
         """Read up to ``most`` of the ``tokens`` that it has not read; returns how many are left but for the last."""
-        own = self._part(self._own_ids(tokens, len(tokens)))
+        own = self._part(self._own_ids(tokens, len(tokens)), tokens)
         if self._model.max_positions is not None:
             own = own[: self._model.max_positions]
         if self._suspended or not own:
@@ -206,13 +206,21 @@ class DrawingSession:
                 raise
             return None
 
-    def _part(self, own: Sequence[int]) -> Sequence[int]:
-        """What the model is shown of ``own``: all, or from a place on that stays."""
+    def _part(self, own: Sequence[int], tokens: Sequence[int]) -> Sequence[int]:
+        """What the model is shown of ``own``, its ids of ``tokens``: all, or from shortly before the prompt's end on.
+
+        The place depends on the prompt alone, since q depends on it, and seeded requests are to repeat.
+        """
         if self._skipped and self.latest is None:
             self._fed, self._skipped = [], 0
         elif not self._fed:
-            self._skipped = max(0, len(own) - self.latest) if self.latest else 0
+            prompt = min(self._sampler.prompt_length, len(tokens))
+            self._skipped = max(0, self._size(tokens[:prompt]) - self.latest) if self.latest else 0
         return own[self._skipped :] if self._skipped else own
+
+    def _size(self, tokens: Sequence[int]) -> int:
+        """Number of the draft model's ids of ``tokens``."""
+        return len(tokens)
 
     def _roll_back(self, own: Sequence[int]) -> None:
         """Keep what agrees with ``own``; at least the last of them is left to be fed."""

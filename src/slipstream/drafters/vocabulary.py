@@ -121,6 +121,9 @@ class SharedSession(DrawingSession):
     def _own_id(self, token: int) -> int:
         return self._to_draft[token]
 
+    def _size(self, tokens: Sequence[int]) -> int:
+        return len(Transcript(self._pairing).read(tokens))
+
     def _target_logits(self, logits: Tensor) -> Tensor | None:
         return None if self._outputs.mass(logits) < _LEAST_MASS else self._outputs(logits)
 
