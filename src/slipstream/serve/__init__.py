@@ -1,0 +1,1 @@
+"""``slipstream serve``: an engine behind HTTP."""
