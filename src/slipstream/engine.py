@@ -356,4 +356,4 @@ class Engine:
         except Exception as error:
             return self._end(job, error)
         piece = job.answer.add(done)
-        return replace(self._end(job), piece=piece) if job.answer.over else Event(job.id, piece)
+        return replace(self._end(job), piece=piece, round=done) if job.answer.over else Event(job.id, piece, done)

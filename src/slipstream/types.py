@@ -257,6 +257,8 @@ class Event:
 
     id: int
     piece: Piece | None = None
+    round: Round | None = None
+    """The round that ``piece`` came from."""
     output: Output | None = None
     """Set with the request's last event; after ``abort`` its ``finish_reason`` is None."""
     error: Exception | None = None
