@@ -165,6 +165,11 @@ class Engine:
         with self._lock:
             return len(self._open)
 
+    @property
+    def running(self) -> int:
+        """How many requests have a place."""
+        return len(self._running)
+
     def step(self) -> list[Event]:
         """One round of everything; what it brought."""
         with self._stepping:

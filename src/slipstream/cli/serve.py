@@ -7,6 +7,7 @@ from typing import Any
 import click
 
 from slipstream.cli.options import DraftLength, model_options, rule_option
+from slipstream.cli.serve_around import around_options
 
 _EXAMPLES = """\b
 Examples:
@@ -44,6 +45,7 @@ Any OpenAI client works: base_url="http://127.0.0.1:8000/v1", api_key="none".
 @click.option("--tls-cert", metavar="FILE", help="Certificate, for https.")
 @click.option("--tls-key", metavar="FILE", help="Its key.")
 @model_options
+@around_options
 def command(**options: Any) -> int:
     """Serve TARGET over HTTP, as OpenAI's API has it.
 

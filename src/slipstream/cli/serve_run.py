@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import fields
 from importlib.util import find_spec
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from slipstream.cli.prompt import Prompt
 from slipstream.cli.run import Task, check, load_all, open_all
 from slipstream.cli.screen import note
+from slipstream.cli.serve_around import around_of
 from slipstream.errors import InputError
 from slipstream.types import SamplingParams
 
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
     from slipstream.engine import Engine
 
 #: Modules of the extra ``server``.
-_NEEDED = ("fastapi", "uvicorn", "pydantic", "llguidance")
+_NEEDED = ("fastapi", "uvicorn", "pydantic", "llguidance", "prometheus_client")
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
 
 
@@ -32,18 +34,28 @@ def run(options: Mapping[str, Any]) -> int:
     """
     check_installed()
     tls = _tls(options)
-    engine = load_engine(options)
+    name = options["name"] or Path(options["model"]).name
 
-    from slipstream.serve.app import create_app
+    from slipstream.serve.around import Surroundings
+    from slipstream.serve.gate import loopback_hosts
+    from slipstream.serve.logs import set_up, tell
     from slipstream.serve.run import Binding, serve
     from slipstream.serve.service import Options, Service
 
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    name = options["name"] or Path(options["model"]).name
-    service = Service(engine, Options(name, options["max_tokens"], options["max_n"], options["queue"]))
-    binding = Binding(options["host"], options["port"], options["drain_seconds"], tls)
-    note(f"Serving {name} on {'https' if tls else 'http'}://{binding.host}:{binding.port}/v1")
-    return serve(create_app(service), binding)
+    around = around_of(options, name)
+    set_up(sys.stderr, form=options["log_format"], prompts=options["log_prompts"], level=options["log_level"])
+    if not around.gate.keys and not loopback_hosts(options["host"]):
+        tell("there are no API keys: whoever reaches this port can use it", logging.WARNING)
+    surroundings = Surroundings(around)
+    try:
+        engine = load_engine(options)
+        allowed = (options["max_tokens"], options["max_n"], options["queue"], options["max_prompt"])
+        service = Service(engine, Options(name, *allowed, pace=options["stream_pace"]))
+        binding = Binding(options["host"], options["port"], options["drain_seconds"], tls)
+        note(f"Serving {name} on {'https' if tls else 'http'}://{binding.host}:{binding.port}/v1")
+        return serve(surroundings.surround(service), service, binding)
+    finally:
+        surroundings.close()
 
 
 def check_installed() -> None:
@@ -77,7 +89,7 @@ def load_engine(options: Mapping[str, Any]) -> Engine:
     return decoding.engine(Limits(memory=memory, requests=options["requests"], rows=options["rows"]))
 
 
-def memory_size(given: str) -> int:
+def memory_size(given: str, option: str = "--memory") -> int:
     """Bytes.
 
     >>> memory_size("1.5 GB"), memory_size("64MiB"), memory_size("1000")
@@ -88,7 +100,7 @@ def memory_size(given: str) -> int:
     """
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]I?)?B?", given.strip().upper())
     if found is None:
-        raise InputError(f"--memory {given!r} is no size; write for example --memory 4GB")
+        raise InputError(f"{option} {given!r} is no size; write for example {option} 4GB")
     return int(float(found[1]) * _UNITS[found[2] or ""])
 
 

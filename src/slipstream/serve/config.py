@@ -58,7 +58,8 @@ def spelling(parameter: click.Parameter) -> str:
     >>> spelling(click.Option(["--max-queue", "-q"]))
     'max-queue'
     """
-    longest = max(parameter.opts, key=len)
+    longest = parameter.metavar if isinstance(parameter, click.Argument) else None
+    longest = longest or max(parameter.opts, key=len)
     return longest.lstrip("-").lower().replace("_", "-")
 
 

@@ -54,6 +54,7 @@ def tell_visit(visit: Visit, seconds: float) -> None:
         fields["refused"] = visit.refused
     if visit.prompt_tokens:
         fields |= {
+            "answer_id": visit.call,
             "prompt_tokens": visit.prompt_tokens,
             "completion_tokens": visit.completion_tokens,
             "drafted_tokens": visit.drafted,

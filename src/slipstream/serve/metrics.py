@@ -15,9 +15,10 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from slipstream.serve.visits import bare
 from slipstream.types import Round
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -61,9 +62,8 @@ class Metrics:
         self._drafted_at = counter("draft_tokens_per_position", "Draft tokens by position, from 1 on.", "position")
         self._accepted_at = counter("accepted_tokens_per_position", "Accepted ones by position.", "position")
         self._k = histogram("round_draft_tokens", "Draft tokens of each round after the first one of an answer.", _K)
-        self._batch = histogram("batch_requests", "Requests that were being answered, at each step.", _ROWS)
+        self._batch = histogram("batch_answers", "Answers that had a round in a step, for each step.", _ROWS)
         self._first = histogram("time_to_first_token_seconds", "From a request's arrival to its first token.", _LONG)
-        self._queued = histogram("queue_seconds", "From a request's arrival until its prompt began to be read.", _LONG)
         self._between = histogram(
             "inter_token_seconds",
             "Between tokens of an answer; 0 between those that came together. At: verified, or sent (after pacing).",
@@ -95,10 +95,6 @@ class Metrics:
         self._prompt.inc(prompt_tokens)
         self._key_tokens.labels(key or "").inc(prompt_tokens)
 
-    def queued(self, seconds: float) -> None:
-        """Its prompt is being read."""
-        self._queued.observe(seconds)
-
     def round(self, done: Round, key: str | None, *, first: bool) -> None:
         """A round of an answer is done."""
         self._rounds.inc()
@@ -107,7 +103,7 @@ class Metrics:
         if done.num_drafted:
             self._drafts.inc()
         sources = done.sources or ("",) * done.num_drafted
-        for position, drafter in enumerate(sources[: done.num_drafted], 1):
+        for position, drafter in enumerate(map(bare, sources[: done.num_drafted]), 1):
             self._drafted.labels(drafter).inc()
             self._drafted_at.labels(str(position)).inc()
             if position <= done.num_accepted:
@@ -136,9 +132,9 @@ class Metrics:
         if tokens > 1 and first_token_seconds is not None:
             self._each.observe((seconds - first_token_seconds) / (tokens - 1))
 
-    def step(self, requests: int) -> None:
-        """A step of the engine had so many requests."""
-        self._batch.observe(requests)
+    def step(self, answers: int) -> None:
+        """In a step of the engine so many answers had a round."""
+        self._batch.observe(answers)
 
     def captured(self, outcome: str) -> None:
         """What became of an answer that was to be captured."""
@@ -155,7 +151,7 @@ class Metrics:
         return generate_latest(self.registry)
 
 
-#: What the state of an engine is called outside.
+#: What the state of an engine is called outside; "prefix_tokens" is a counter.
 GAUGES = {
     "running": "Requests that are being answered.",
     "waiting": "Requests that wait for a place.",
@@ -180,3 +176,6 @@ class _Gauges(Collector):
         for name, text in GAUGES.items():
             if name in values:
                 yield GaugeMetricFamily(f"slipstream_{name}", text, value=values[name])
+        if "prefix_tokens" in values:
+            text = "Tokens of prompts that did not have to be read, since an earlier request had them."
+            yield CounterMetricFamily("slipstream_prefix_tokens", text, value=values["prefix_tokens"])

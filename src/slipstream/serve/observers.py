@@ -88,6 +88,8 @@ class Observer(Protocol):
         """All of its answers are over."""
         ...
 
+    # An observer may also have ``on_sent(call, index, count)``: so many tokens of a streamed answer went out.
+
 
 class Observers:
     """All of them, as one that never fails."""
@@ -111,8 +113,14 @@ class Observers:
         """Tell all."""
         self._tell("on_end", call, end)
 
+    def on_sent(self, call: Call, index: int, count: int) -> None:
+        """Tell those who want to know that so many tokens of a stream went out."""
+        self._tell("on_sent", call, index, count)
+
     def _tell(self, method: str, *what: Any) -> None:
         for observer in self._observers:
+            if method == "on_sent" and not hasattr(observer, method):
+                continue
             try:
                 getattr(observer, method)(*what)
             except Exception:

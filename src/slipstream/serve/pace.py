@@ -61,6 +61,21 @@ class Schedule(Generic[Item]):
         return self._waiting[0][0] if self._waiting else None
 
 
+def cut(text: str, sizes: Sequence[int]) -> list[str]:
+    """``text`` in as many parts as there are ``sizes``, about in their proportions.
+
+    >>> cut("one two", [3, 4]), cut("", [1, 2]), cut("abc", [0, 0])
+    (['one', ' two'], ['', ''], ['', 'abc'])
+    """
+    total, out, done, start = sum(sizes), [], 0, 0
+    for size in sizes[:-1]:
+        done += size
+        end = round(len(text) * done / total) if total else 0
+        out.append(text[start:end])
+        start = end
+    return [*out, text[start:]]
+
+
 async def paced(bursts: AsyncIterator[Sequence[Item]], longest: float = LONGEST) -> AsyncGenerator[list[Item]]:
     """The items of ``bursts``, spread; when they end, so does the waiting."""
     schedule: Schedule[Item] = Schedule(longest)

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import uvicorn
-from fastapi import FastAPI
 
 from slipstream.serve.service import Service
 
@@ -78,8 +77,13 @@ class Server(uvicorn.Server):
         self.should_exit = True
 
 
-def serve(app: FastAPI, binding: Binding) -> int:
+def serve(app: Any, service: Service, binding: Binding) -> int:
     """Serve until told to end; the exit code: 0, or 1 if the generation thread broke down.
+
+    Args:
+        app: an ASGI application of ``service``.
+        service: what it serves.
+        binding: where.
 
     Raises:
         SystemExit: of uvicorn, if it cannot listen.
@@ -90,14 +94,14 @@ def serve(app: FastAPI, binding: Binding) -> int:
         app,
         host=binding.host,
         port=binding.port,
-        log_level="info",
+        log_config=None,
+        ws="none",
         access_log=False,
         server_header=False,
         timeout_graceful_shutdown=int(_LAST_WORDS),
         ssl_certfile=certificate,
         ssl_keyfile=key,
     )
-    service: Service = app.state.service
     server = Server(config, service, binding.drain_seconds)
     service.crashed = server.crash
     server.run()

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import aclosing, asynccontextmanager, suppress
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from slipstream.engine import Engine
 from slipstream.serve.errors import ApiError
 from slipstream.serve.observers import Call, End, Observer, Observers, Outcome, Tokens
+from slipstream.serve.pace import cut, paced
 from slipstream.serve.texts import Texts
 from slipstream.serve.worker import Batch, CrashedError, StoppedError, Ticket, Worker
 from slipstream.types import Event, Output, Piece, Round
@@ -31,6 +32,10 @@ class Options:
     """Answers that one request may ask for."""
     max_queue: int = 256
     """Answers that may wait for a place beside those in the works; one more is refused with 503."""
+    max_prompt: int | None = None
+    """Tokens that a prompt may have; None: what the model can read."""
+    pace: bool = False
+    """Spread tokens of a stream that came together, for somebody who reads along."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +46,20 @@ class Update:
     piece: Piece | None
     round: Round | None
     output: Output | None
+
+    def apart(self, size: Callable[[int], int]) -> list[Update]:
+        """One for each token, with a part of the text; the first has the round, the last the output."""
+        piece = self.piece
+        if piece is None or len(piece.tokens) < 2:
+            return [self]
+        texts = cut(piece.text, [size(token) for token in piece.tokens])
+        parts = [
+            Update(self.index, Piece(text, (token,), (origin,)), None, None)
+            for text, token, origin in zip(texts, piece.tokens, piece.origins, strict=True)
+        ]
+        parts[0] = replace(parts[0], round=self.round)
+        parts[-1] = replace(parts[-1], output=self.output)
+        return parts
 
 
 class Service:
@@ -200,10 +219,32 @@ class Running:
         Raises:
             Exception: one of its answers failed; the others are given up.
         """
+        calm = self.call.stream and self.service.options.pace and len(self._tickets) == 1
+        source = self._calmed() if calm else self._coming()
+        async with aclosing(source):
+            async for update in source:
+                yield update
+                if self.call.stream and update.piece is not None and update.piece.tokens:
+                    self.service.observers.on_sent(self.call, update.index, len(update.piece.tokens))
+
+    async def _coming(self) -> AsyncGenerator[Update]:
         while (update := await self._updates.get()) is not None:
             yield update
         if self.error is not None:
             raise self.error
+
+    async def _calmed(self) -> AsyncGenerator[Update]:
+        """The same, token by token, in its own time."""
+
+        async def bursts() -> AsyncGenerator[list[Update]]:
+            async with aclosing(self._coming()) as coming:
+                async for update in coming:
+                    yield update.apart(self.service.texts.size_of)
+
+        async with aclosing(paced(bursts())) as calm:
+            async for some in calm:
+                for update in some:
+                    yield update
 
     async def finish(self) -> list[Output]:
         """Wait for all of its answers.

@@ -26,11 +26,13 @@ class Visit:
     began: float = field(default_factory=perf_counter)
     status: int = 0
     """0 until a response has begun."""
+    call: str | None = None
+    """The id of what was answered, as in the response."""
     refused: str | None = None
     """Why the gate did not let it in."""
     failure: BaseException | None = None
     prompt_tokens: int = 0
-    """Of all its answers together; a prompt counts once an answer."""
+    """The prompt of several answers counts once."""
     completion_tokens: int = 0
     drafted: int = 0
     accepted: int = 0
@@ -38,6 +40,15 @@ class Visit:
     finish_reasons: list[str] = field(default_factory=list)
     texts: dict[str, object] = field(default_factory=dict)
     """Prompt and answers, if they are to be logged."""
+
+
+def bare(name: str) -> str:
+    """What the outside may know of a drafter that is called by the path of its model.
+
+    >>> bare("/srv/models/draft/"), bare("suffix")
+    ('draft', 'suffix')
+    """
+    return name.rstrip("/").rpartition("/")[2]
 
 
 #: The visit that the present task belongs to.

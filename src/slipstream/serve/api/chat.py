@@ -15,6 +15,7 @@ from slipstream.serve.api.schema import ChatRequest, Message
 from slipstream.serve.errors import ApiError
 from slipstream.serve.observers import Call
 from slipstream.serve.service import Service
+from slipstream.serve.trace import Traces
 
 router = APIRouter()
 
@@ -84,11 +85,14 @@ class _Answer:
     async def chunks(self) -> AsyncIterator[dict[str, Any]]:
         """The chunks of a stream."""
         async with self.service.run(self.call) as running:
+            traces = Traces(self.body.speculation, self.service.texts.size_of)
             for index in range(len(self.call.requests)):
                 yield self._chunk(index, {"role": "assistant", "content": ""}, None)
             async for update in running.updates():
-                if update.piece is not None and update.piece.text:
-                    yield self._chunk(update.index, {"content": update.piece.text}, None)
+                text = update.piece.text if update.piece is not None else ""
+                if text or traces.wanted(update.round):
+                    chunk = self._chunk(update.index, {"content": text}, None)
+                    yield traces.onto(chunk, update.index, update.round, text)
                 if update.output is not None:
                     yield self._chunk(update.index, {}, update.output.finish_reason)
             if self.body.stream_options is not None and self.body.stream_options.include_usage:

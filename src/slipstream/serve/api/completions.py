@@ -15,6 +15,7 @@ from slipstream.serve.api.render import event_stream, new_id, now, statistics, u
 from slipstream.serve.api.schema import CompletionRequest
 from slipstream.serve.observers import Call
 from slipstream.serve.service import Running, Service
+from slipstream.serve.trace import Traces
 from slipstream.types import Output
 
 router = APIRouter()
@@ -74,14 +75,16 @@ class _Answer:
         """The chunks of a stream."""
         async with AsyncExitStack() as stack:
             running = await stack.enter_async_context(self.service.run(self.call))
+            traces = Traces(self.body.speculation, self.service.texts.size_of)
             begun: set[int] = set()
             async for update in running.updates():
                 text = "" if update.index in begun else self._echo(update.index)
                 begun.add(update.index)
                 text += update.piece.text if update.piece is not None else ""
                 reason = update.output.finish_reason if update.output is not None else None
-                if text or reason is not None:
-                    yield self._document([self._choice(update.index, text, reason)])
+                if text or reason is not None or traces.wanted(update.round):
+                    chunk = self._document([self._choice(update.index, text, reason)])
+                    yield traces.onto(chunk, update.index, update.round, text)
             if self.body.stream_options is not None and self.body.stream_options.include_usage:
                 yield {**self._document([]), "usage": self._usage(running)}
 

@@ -75,8 +75,15 @@ def answers(body: Generation, service: Service, prompts: Sequence[tuple[int, ...
     """How many answers there are to be to each prompt.
 
     Raises:
-        ApiError: too many.
+        ApiError: too many, or a prompt is too long.
     """
+    longest, allowed = max(map(len, prompts)), service.options.max_prompt
+    if allowed is not None and longest > allowed:
+        raise ApiError(
+            400,
+            f"the prompt has {longest} tokens, more than the {allowed} allowed here; shorten it",
+            code="context_length_exceeded",
+        )
     n, most = body.n or 1, service.options.max_n
     if n * len(prompts) > most:
         what = f"n={n}" if len(prompts) == 1 else f"n={n} for {len(prompts)} prompts"

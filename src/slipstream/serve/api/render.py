@@ -14,6 +14,7 @@ from fastapi import Request as HttpRequest
 from starlette.responses import Response, StreamingResponse
 
 from slipstream.serve.errors import ApiError, api_error
+from slipstream.serve.visits import bare
 from slipstream.types import Output, Stats
 
 #: What stands for a log-probability of minus infinity, which JSON does not have.
@@ -76,8 +77,8 @@ def statistics(stats: Stats) -> dict[str, Any]:
         "mean_accepted_length": stats.mean_accepted_length,
         "drafted_per_position": list(stats.drafted_per_position),
         "accepted_per_position": list(stats.accepted_per_position),
-        "drafted_by": dict(stats.drafted_by),
-        "accepted_by": dict(stats.accepted_by),
+        "drafted_by": {bare(name): count for name, count in stats.drafted_by.items()},
+        "accepted_by": {bare(name): count for name, count in stats.accepted_by.items()},
     }
 
 
