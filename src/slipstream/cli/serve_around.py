@@ -1,4 +1,4 @@
-"""Options of ``slipstream serve`` for what is around the server (keys, limits, logs, captures), and what they become."""
+"""Options of ``slipstream serve`` for what is around the server: keys, limits, logs, captures; what they turn into."""
 
 from __future__ import annotations
 

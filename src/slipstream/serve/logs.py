@@ -55,6 +55,7 @@ def tell_visit(visit: Visit, seconds: float) -> None:
     if visit.prompt_tokens:
         fields |= {
             "answer_id": visit.call,
+            "user": visit.user,
             "prompt_tokens": visit.prompt_tokens,
             "completion_tokens": visit.completion_tokens,
             "drafted_tokens": visit.drafted,

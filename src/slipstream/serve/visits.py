@@ -28,6 +28,8 @@ class Visit:
     """0 until a response has begun."""
     call: str | None = None
     """The id of what was answered, as in the response."""
+    user: str | None = None
+    """What the client says of its own user."""
     refused: str | None = None
     """Why the gate did not let it in."""
     failure: BaseException | None = None

@@ -33,7 +33,7 @@ class Accounts:
         visit = call.state["visit"] = current.get()
         if visit is None:
             return
-        visit.call = call.id
+        visit.call, visit.user = call.id, call.user
         visit.prompt_tokens += call.prompt_tokens
         if visit.meter is not None:
             visit.meter.spend(call.prompt_tokens)

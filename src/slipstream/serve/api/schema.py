@@ -25,7 +25,6 @@ NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
     "reasoning_effort": (),
     "safety_identifier": (),
     "service_tier": ("auto", "default"),
-    "store": (False,),
     "suffix": (),
     "verbosity": (),
     "web_search_options": (),
@@ -197,6 +196,8 @@ class Generation(Strict):
     response_format: Annotated[AsText | AsJson | AsSchema, Field(discriminator="type")] | None = None
     prediction: Prediction | None = None
     speculation: Speculation | None = None
+    store: Literal[False] | None = None
+    """False keeps this request out of captures."""
     user: Annotated[str, Field(max_length=1024)] | None = None
     """For logs only."""
 
