@@ -418,6 +418,24 @@ def test_a_stream_that_takes_too_long_ends_with_an_error() -> None:
     assert behind.cancelled == 1
 
 
+def test_a_client_that_leaves_is_no_failure() -> None:
+    """What is behind the gate may give up by itself, which must not look as if the server was cancelled."""
+
+    async def behind(scope: Any, receive: Any, send: Any) -> None:
+        raise asyncio.CancelledError
+
+    metrics = Metrics()
+    app = gate(behind, metrics=metrics)
+
+    async def run() -> None:
+        scope = {"type": "http", "method": "POST", "path": ROUTE, "headers": []}
+        await app(scope, lambda: asyncio.sleep(0, {"type": "http.request"}), lambda message: asyncio.sleep(0))
+
+    asyncio.run(run())
+    assert 'status="499"} 1.0' in metrics.text().decode()
+    assert app._running == 0
+
+
 def test_a_failure_tells_nothing_to_the_client() -> None:
     assert "secret" not in refused(ask(gate(), content=b"fail"), 500, "internal_error")
 
@@ -511,6 +529,7 @@ def test_pages_of_other_sites_may_not_ask() -> None:
     app = gate(behind, origins=("https://good.example",))
     refused(ask(app, origin="https://evil.example"), 403, "unknown_origin")
     refused(ask(app, origin="null"), 403, "unknown_origin")
+    refused(ask(app, origin="http://[here"), 403, "unknown_origin")
     assert not behind.bodies
     assert ask(app, origin="http://here").status_code == 200
     assert ask(app, origin="https://good.example").status_code == 200

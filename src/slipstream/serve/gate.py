@@ -120,6 +120,9 @@ class Gate:
             visit.refused = refused.code
             self._metrics.refused(refused.code)
             await answer.fail(refused)
+        except asyncio.CancelledError:  # the client went away, unless it is the server that ends
+            if (task := asyncio.current_task()) is None or task.cancelling():
+                raise
         except Exception as error:  # the log tells where; whoever asked learns that it was not their fault
             visit.failure = error
             await answer.fail(Refused(500, "internal_error", "the server failed; its log says where"))
@@ -152,7 +155,7 @@ class Gate:
         if self.settings.hosts and _name(host) not in self.settings.hosts:
             raise Refused(403, "unknown_host", f"this server does not go by the name {host[:100]!r}; see --allow-host")
         origin = headers.get(b"origin", b"").decode("latin-1").lower()
-        if origin and urlsplit(origin).netloc != host and origin not in self.settings.origins:
+        if origin and _site(origin) != host and origin not in self.settings.origins:
             raise Refused(403, "unknown_origin", f"pages of {origin[:100]!r} may not ask here; see --cors-origin")
 
     def _check_key(self, visit: Visit, headers: dict[bytes, bytes]) -> None:
@@ -290,6 +293,14 @@ def _headers(scope: Scope) -> dict[bytes, bytes]:
 def _name(host: str) -> str:
     """A Host header without the port."""
     return host.rpartition("]")[0] + "]" if host.startswith("[") else host.partition(":")[0]
+
+
+def _site(origin: str) -> str | None:
+    """The host of an Origin header; None of one that names none."""
+    try:
+        return urlsplit(origin).netloc or None
+    except ValueError:
+        return None
 
 
 def _replay(first: Message, receive: Receive) -> Receive:

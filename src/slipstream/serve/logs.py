@@ -17,6 +17,8 @@ from slipstream.serve.visits import Visit, current
 log = logging.getLogger("slipstream.serve")
 _UVICORN = ("uvicorn", "uvicorn.error", "uvicorn.access", "uvicorn.asgi")
 FORMATS = ("json", "text")
+#: What is asked for every few seconds; such requests are logged at level debug, unless they fail.
+_POLLED = ("/health", "/ready", "/metrics")
 
 
 def set_up(stream: TextIO, *, form: str = "json", prompts: bool = False, level: str = "info") -> None:
@@ -41,7 +43,9 @@ def tell(event: str, level: int = logging.INFO, **fields: Any) -> None:
 
 def tell_visit(visit: Visit, seconds: float) -> None:
     """The line of one HTTP request; requests that failed are warnings, or errors if it was our fault."""
-    level = logging.ERROR if visit.failure else logging.WARNING if visit.status >= 400 else logging.INFO
+    level = logging.DEBUG if visit.path in _POLLED else logging.INFO
+    if visit.status >= 400:
+        level = logging.ERROR if visit.failure else logging.WARNING
     fields: dict[str, Any] = {
         "request_id": visit.id,
         "key": visit.key,
