@@ -21,7 +21,7 @@ PROGRAM = "from slipstream.cli.main import main; main()"
 class Server:
     """``slipstream serve`` with these arguments on a free port (or ``port``); ends with the block."""
 
-    def __init__(self, *args: object, port: int = 0, env: dict[str, str] | None = None, start: bool = True) -> None:
+    def __init__(self, *args: object, port: int = 0, env: dict[str, str] | None = None) -> None:
         self.args = [str(a) for a in args]
         self.port = port
         self.env = os.environ | {"OMP_NUM_THREADS": "1", "NO_PROXY": "*"} | (env or {})
@@ -39,7 +39,8 @@ class Server:
     def start(self, seconds: float = 120.0) -> None:
         command = [sys.executable, "-c", PROGRAM, "serve", *self.args, "--port", str(self.port)]
         self.process = subprocess.Popen(command, env=self.env, stderr=subprocess.PIPE, text=True)
-        threading.Thread(target=self._read, args=(self.process.stderr,), daemon=True).start()
+        self._reader = threading.Thread(target=self._read, args=(self.process.stderr,), daemon=True)
+        self._reader.start()
         end = time.monotonic() + seconds
         while not (where := [line for line in self.lines if "running on http" in line]):
             assert self.process.poll() is None, self.lines
@@ -51,7 +52,9 @@ class Server:
         """End it; its exit code."""
         if self.process.poll() is None:
             self.process.send_signal(number)
-        return self.process.wait(60)
+        code = self.process.wait(60)
+        self._reader.join(60)
+        return code
 
     @property
     def url(self) -> str:
@@ -68,8 +71,9 @@ class Server:
         return [line for text in self.lines if (line := json.loads(text))["event"] == event]
 
     def _read(self, stream: Any) -> None:
-        for line in stream:
-            self.lines.append(line.rstrip("\n"))
+        with stream:
+            for line in stream:
+                self.lines.append(line.rstrip("\n"))
 
 
 def capture_files(folder: Path) -> list[dict[str, Any]]:

@@ -254,7 +254,7 @@ def test_captures(server: Server, folder: Path) -> None:
 
     (record,) = until(found)
     assert record["answer"] == answer["choices"][0]["message"]["content"]
-    assert (record["id"], record["completion_tokens"], record["redacted"]) == (answer["id"], 5, True)
+    assert (record["id"], record["completion_tokens"], record["redacted"]) == (answer["id"], answer["usage"]["completion_tokens"], True)
     records = capture_files(folder / "chats")
     (kept,) = [r for r in records if r.get("prompt", "").endswith("keep this one")]
     assert kept["finish_reason"] == "length"
@@ -358,16 +358,29 @@ def test_a_new_key() -> None:
 
 def test_text_is_laid_over_tokens() -> None:
     """Also where it lags behind: half of a character, a beginning of a stop string."""
-    trace = Trace(lambda token: {1: 2, 2: 1, 3: 2, 4: 0, 5: 3}[token])
+    snowman = "\N{SNOWMAN}".encode()
+    trace = Trace(lambda token: {1: b"ab", 2: snowman[:1], 3: snowman[1:], 4: b"", 5: b"xyz"}[token])
     trace.add([1, 2], ["accepted", "corrected"])  # "ab", and the first byte of a snowman
     assert trace.pieces("a") == [("a", "accepted")]
     assert trace.pieces("b") == [("b", "accepted")]
     trace.add([3, 4, 5], ["accepted", "accepted", "bonus"])  # its rest, a special token, "xyz"
-    assert trace.pieces("\N{SNOWMAN}xyz!") == [("\N{SNOWMAN}", "corrected"), ("xyz", "bonus"), ("!", None)]
+    assert trace.pieces("\N{SNOWMAN}xyz!") == [("\N{SNOWMAN}", "corrected"), ("xyz", "bonus"), ("!", "bonus")]
 
 
 def test_it_never_loses_text() -> None:
-    trace = Trace(lambda token: token)
+    trace = Trace(lambda token: b"x" * token)
     for text in ("", "abc", "é\N{SNOWMAN}", "x" * 20):
         trace.add([1, 3, 0, 2], ["accepted"] * 3 + ["bonus"])
         assert "".join(piece for piece, _ in trace.pieces(text)) == text
+
+
+def test_bytes_that_are_no_characters() -> None:
+    """A model may write a piece of a character; what comes behind it keeps its colour."""
+    written = {1: b"\xe2\x98", 2: b"a", 3: b"\xff\x80", 4: b"\xef\xbf\xbd", 5: b"b"}
+    trace = Trace(written.__getitem__)
+    trace.add([1, 2, 3, 4, 5], ["accepted", "corrected", "accepted", "bonus", "accepted"])
+    text = b"".join(written.values()).decode(errors="replace")
+    assert [origin for piece, origin in trace.pieces(text) if piece.strip("\N{REPLACEMENT CHARACTER}")] == [
+        "corrected",
+        "accepted",
+    ]

@@ -47,12 +47,12 @@ class Update:
     round: Round | None
     output: Output | None
 
-    def apart(self, size: Callable[[int], int]) -> list[Update]:
+    def apart(self, written: Callable[[int], bytes]) -> list[Update]:
         """One for each token, with a part of the text; the first has the round, the last the output."""
         piece = self.piece
         if piece is None or len(piece.tokens) < 2:
             return [self]
-        texts = cut(piece.text, [size(token) for token in piece.tokens])
+        texts = cut(piece.text, [len(written(token)) for token in piece.tokens])
         parts = [
             Update(self.index, Piece(text, (token,), (origin,)), None, None)
             for text, token, origin in zip(texts, piece.tokens, piece.origins, strict=True)
@@ -239,7 +239,7 @@ class Running:
         async def bursts() -> AsyncGenerator[list[Update]]:
             async with aclosing(self._coming()) as coming:
                 async for update in coming:
-                    yield update.apart(self.service.texts.size_of)
+                    yield update.apart(self.service.texts.written)
 
         async with aclosing(paced(bursts())) as calm:
             async for some in calm:

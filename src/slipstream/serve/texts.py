@@ -71,11 +71,11 @@ class Texts:
         special = self._spelling.special.get(token)
         return self._spelling.bytes_of(token) if special is None else special.encode()
 
-    def size_of(self, token: int) -> int:
-        """How many bytes of text a token stands for; 0 for special ones."""
+    def written(self, token: int) -> bytes:
+        """The bytes of text that a token stands for; none for special ones."""
         if self._spelling is None:
             self._spelling = Spelling(self.tokenizer, self._target.name)
-        return len(self._spelling.bytes_of(token))
+        return self._spelling.bytes_of(token)
 
     def close(self) -> None:
         """Let the thread go."""

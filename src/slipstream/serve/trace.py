@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
+from itertools import islice
 from typing import Any
 
 from slipstream.serve.api.schema import Speculation
 from slipstream.serve.visits import bare
 from slipstream.types import Origin, Round
+
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 class Trace:
@@ -19,40 +22,55 @@ class Trace:
     byte is of.
 
     Args:
-        size: how many bytes of text a token stands for; 0 for special ones.
+        written: the bytes of text that a token stands for; none for special ones.
     """
 
-    def __init__(self, size: Callable[[int], int]) -> None:
-        self._size = size
-        self._left: deque[tuple[int, Origin]] = deque()
+    def __init__(self, written: Callable[[int], bytes]) -> None:
+        self._written = written
+        self._left: deque[tuple[bytes, Origin]] = deque()
         """(bytes that no text has been given for, origin) of each token."""
+        self._latest: Origin | None = None
 
     def add(self, tokens: Sequence[int], origins: Sequence[Origin]) -> None:
         """Tokens that came."""
-        self._left.extend((size, o) for t, o in zip(tokens, origins, strict=True) if (size := self._size(t)))
+        self._left.extend((part, o) for t, o in zip(tokens, origins, strict=True) if (part := self._written(t)))
 
     def pieces(self, text: str) -> list[tuple[str, Origin | None]]:
-        """Text that came, a piece for each token; None where no token is left for it."""
+        """Text that came, a piece for each token; None if no token came before it."""
         out: list[tuple[str, Origin | None]] = []
         piece, rest = "", len(text)
         for character in text:
             rest -= 1
             piece += character
-            origin = self._left[0][1] if self._left else None
-            if self._take(len(character.encode("utf-8", "replace"))) or not rest:
-                out.append((piece, origin))
+            if self._left:
+                self._latest = self._left[0][1]
+            if self._take(self._size(character)) or not rest:
+                out.append((piece, self._latest))
                 piece = ""
         return out
+
+    def _size(self, character: str) -> int:
+        """How many bytes it stands for; a replacement character for those that are no character."""
+        if character != _REPLACEMENT:
+            return len(character.encode("utf-8", "replace"))
+        coming = b"".join(part for part, _ in islice(self._left, 4))[:4]
+        if coming.startswith(_REPLACEMENT.encode()) or not coming:
+            return 3
+        need = next((n for n, least in ((4, 0xF0), (3, 0xE0), (2, 0xC2)) if coming[0] >= least), 1)
+        count = 1
+        while count < min(need, len(coming)) and 0x80 <= coming[count] < 0xC0:
+            count += 1
+        return count
 
     def _take(self, count: int) -> bool:
         """Give ``count`` bytes away; whether the token that was first is used up."""
         ended = False
         while count and self._left:
-            left, origin = self._left.popleft()
-            if left > count:
-                self._left.appendleft((left - count, origin))
+            part, origin = self._left.popleft()
+            if len(part) > count:
+                self._left.appendleft((part[count:], origin))
                 return ended
-            count -= left
+            count -= len(part)
             ended = True
         return ended
 
@@ -60,9 +78,9 @@ class Trace:
 class Traces:
     """Adds the object ``speculation`` to the chunks of a stream, if it was asked for."""
 
-    def __init__(self, asked: Speculation | None, size: Callable[[int], int]) -> None:
+    def __init__(self, asked: Speculation | None, written: Callable[[int], bytes]) -> None:
         self._on = asked is not None and bool(asked.tokens)
-        self._of: dict[int, Trace] = defaultdict(lambda: Trace(size))
+        self._of: dict[int, Trace] = defaultdict(lambda: Trace(written))
 
     def wanted(self, done: Round | None) -> bool:
         """Whether a chunk is wanted for a round that brings no text."""

@@ -85,7 +85,7 @@ class _Answer:
     async def chunks(self) -> AsyncIterator[dict[str, Any]]:
         """The chunks of a stream."""
         async with self.service.run(self.call) as running:
-            traces = Traces(self.body.speculation, self.service.texts.size_of)
+            traces = Traces(self.body.speculation, self.service.texts.written)
             for index in range(len(self.call.requests)):
                 yield self._chunk(index, {"role": "assistant", "content": ""}, None)
             async for update in running.updates():

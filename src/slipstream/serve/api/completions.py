@@ -75,7 +75,7 @@ class _Answer:
         """The chunks of a stream."""
         async with AsyncExitStack() as stack:
             running = await stack.enter_async_context(self.service.run(self.call))
-            traces = Traces(self.body.speculation, self.service.texts.size_of)
+            traces = Traces(self.body.speculation, self.service.texts.written)
             begun: set[int] = set()
             async for update in running.updates():
                 text = "" if update.index in begun else self._echo(update.index)
