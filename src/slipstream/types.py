@@ -249,6 +249,8 @@ class Request:
     """Whether the prompt's beginning may come from the prefix cache, and is left there."""
     index: int = 0
     """Which sample of its prompt this is; each has a seed of its own."""
+    drafter: Any = None
+    """A drafter of its own, with no other models than the engine's has; None: the engine's."""
 
 
 @dataclass(frozen=True)

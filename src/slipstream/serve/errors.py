@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from slipstream.errors import InputError, ModelError
+from slipstream.errors import ForbiddenError, InputError, ModelError
 from slipstream.serve.worker import CrashedError, StoppedError
 
 _TYPES = {
@@ -60,7 +60,7 @@ def api_error(error: Exception) -> ApiError:
     """What a client is told of a failure."""
     if isinstance(error, ApiError):
         return error
-    if isinstance(error, InputError):
+    if isinstance(error, InputError | ForbiddenError):
         return ApiError(400, str(error))
     if isinstance(error, StoppedError):
         return ApiError(503, str(error), code="shutting_down", retry_after=5)
