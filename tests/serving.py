@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -74,6 +75,15 @@ class Server:
         with stream:
             for line in stream:
                 self.lines.append(line.rstrip("\n"))
+
+
+def until(wanted: Callable[[], Any], seconds: float = 30.0) -> Any:
+    """Wait for something; what it is."""
+    end = time.monotonic() + seconds
+    while not (found := wanted()):
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.02)
+    return found
 
 
 def capture_files(folder: Path) -> list[dict[str, Any]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from click.testing import CliRunner, Result
 from openai import OpenAI
 
 from conftest import byte_tokenizer, save_checkpoint
-from serving import Server, capture_files
+from serving import Server, capture_files, until
 from slipstream.cli.main import cli
 from slipstream.serve.keys import VARIABLE, hash_of, new_key
 from slipstream.serve.trace import Trace
@@ -86,14 +86,6 @@ def metrics(server: Server) -> Read:
     read = Read.__new__(Read)
     read.samples = samples(server.get("/metrics", Authorization=f"Bearer {SECRET}").text)
     return read
-
-
-def until(wanted: Callable[[], Any], seconds: float = 30.0) -> Any:
-    end = time.monotonic() + seconds
-    while not (found := wanted()):
-        assert time.monotonic() < end, "it did not happen"
-        time.sleep(0.02)
-    return found
 
 
 def error(response: httpx.Response, status: int) -> dict[str, Any]:
@@ -232,7 +224,7 @@ def test_a_paced_stream_has_the_same_text(server: Server) -> None:
 
 
 def test_where_tokens_come_from(server: Server) -> None:
-    text, chunks = streamed(server, prompt="abcabcabcabc", max_tokens=60, speculation={"tokens": True})
+    text, chunks = streamed(server, prompt="abcabcabcabc", max_tokens=60, speculation={"tokens": True, "k": 3})
     about = [chunk["speculation"] for chunk in chunks if "speculation" in chunk]
     rounds = [one for one in about if "tokens" in one]
     assert sum(len(one["tokens"]) for one in rounds) == 60
@@ -254,7 +246,11 @@ def test_captures(server: Server, folder: Path) -> None:
 
     (record,) = until(found)
     assert record["answer"] == answer["choices"][0]["message"]["content"]
-    assert (record["id"], record["completion_tokens"], record["redacted"]) == (answer["id"], answer["usage"]["completion_tokens"], True)
+    assert (record["id"], record["completion_tokens"], record["redacted"]) == (
+        answer["id"],
+        answer["usage"]["completion_tokens"],
+        True,
+    )
     records = capture_files(folder / "chats")
     (kept,) = [r for r in records if r.get("prompt", "").endswith("keep this one")]
     assert kept["finish_reason"] == "length"

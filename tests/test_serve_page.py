@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from conftest import byte_tokenizer, save_checkpoint
-from serving import Server
+from serving import Server, until
 from slipstream.serve import page as module
 from slipstream.serve.keys import VARIABLE, hash_of
 
@@ -127,7 +127,7 @@ def test_tokens_are_coloured_by_origin(opened: Watched, server: Server) -> None:
     answer = server.post("/v1/chat/completions", **given).json()
     assert opened.texts() == [answer["choices"][0]["message"]["content"]]
     titles = [t.get_attribute("title") for t in opened.page.query_selector_all(".text .accepted")]
-    assert all(re.fullmatch(r"accepted, round \d+, k = 3", title) for title in titles)
+    assert all(re.fullmatch(r"accepted, round \d+, k = [123]", title) for title in titles)
 
 
 @needs_browser
@@ -173,7 +173,8 @@ def test_keyboard(opened: Watched) -> None:
     page.focus("#prompt")
     page.keyboard.press("Control+a")
     page.keyboard.type("abcabc")
-    page.keyboard.press("Tab")
+    for _ in range(5):  # past the settings
+        page.keyboard.press("Tab")
     page.keyboard.press("ArrowRight")
     assert page.evaluate("document.querySelector('input[name=mode]:checked').value") == "both"
     page.keyboard.press("ArrowLeft")
@@ -189,7 +190,7 @@ def test_keyboard(opened: Watched) -> None:
 @needs_browser
 def test_the_dashboard_lives(opened: Watched) -> None:
     opened.answer(tokens=200)
-    opened.page.wait_for_function("document.querySelector('.tile output').textContent.endsWith('%')")
+    until(lambda: (opened.page.text_content(".tile output") or "").endswith("%"))
     shown = [o.text_content() for o in opened.page.query_selector_all(".tile output")]
     assert float(shown[2]) > 0
     assert re.fullmatch(r"\d+ \+ \d+", shown[3])
@@ -287,6 +288,6 @@ def test_a_key(browser: Any, checkpoint: Path) -> None:
         opened.page.click("#go")
         opened.done()
         assert opened.page.is_hidden("#error")
-        opened.page.wait_for_function("document.getElementById('state').textContent === 'up'")
+        until(lambda: opened.page.text_content("#state") == "up")
         assert SECRET not in opened.page.evaluate("JSON.stringify({...localStorage, ...sessionStorage})")
         opened.close()
