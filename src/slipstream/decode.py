@@ -152,12 +152,15 @@ class Decoder:
             clock: for the round's times.
         """
         began, draft = perf_counter(), proposal.draft
-        new = self._verified(progress.tokens, draft, logits)
+        new, broken = self._verified(progress.tokens, draft, logits)
         clock = replace(clock, read=clock.read + perf_counter() - began)
         if not progress.reading:
             self.controller.learn(_played(progress, proposal, new, clock))
         kept: list[int] = []
         while not progress.done and len(kept) < len(new):
+            if len(kept) == broken:
+                # Plain decoding would be stuck here too: have the sampler say why.
+                self.sampler.probs(logits[broken : broken + 1], [*progress.tokens, *kept])
             kept.append(new[len(kept)])
             progress.done = progress.ended(kept[-1])
         progress.tokens += kept
@@ -185,8 +188,11 @@ class Decoder:
         logits = feed(self.target, unread, progress.cache, slots)
         return self.settle(progress, proposal, logits, Clock(start, drafted, perf_counter() - drafted))
 
-    def _verified(self, tokens: list[int], draft: Draft, logits: Tensor) -> list[int]:
-        """The tokens that this round adds."""
+    def _verified(self, tokens: list[int], draft: Draft, logits: Tensor) -> tuple[list[int], int]:
+        """The tokens that this round adds, and the first of them that could not be sampled (or how many there are).
+
+        That one and those behind it mean nothing; which does not matter if the answer ends before.
+        """
         extended = [*tokens, *draft.tokens]
         probs = self.sampler.probs(logits, extended)
         if self.sampler.coupled:
@@ -196,11 +202,7 @@ class Decoder:
             verdict = verify(probs, drafted, draft.probs, self.sampler.generator, self.rule)
         new = [*draft.tokens[: verdict.num_accepted], verdict.next_token]
         unusable = probs[: len(new), 0].isnan()
-        if bool(unusable.any()):
-            # Behind tokens that stand, so plain decoding would be stuck here too: have the sampler say why.
-            slot = int(unusable.long().argmax())
-            self.sampler.probs(logits[slot : slot + 1], extended[: len(tokens) + slot])
-        return new
+        return new, int(unusable.long().argmax()) if bool(unusable.any()) else len(new)
 
     def _logprobs(self, logits: Tensor, kept: Sequence[int]) -> tuple[TokenLogprob, ...] | None:
         count = self.sampler.params.logprobs

@@ -112,6 +112,11 @@ class Engine:
         validate(request.params, self.setting.target.vocab_size)
         check_prompt(request.prompt, self.setting.target)
         setting = self.setting if request.k is None else replace(self.setting, policy=make_policy(request.k))
+        if request.drafter is not None:
+            known = models_of(self.setting.drafter)
+            if any(all(model is not one for one in known) for model in models_of(request.drafter)):
+                raise InputError("drafter= of a request drafts with a model that the engine has no memory for")
+            setting = replace(setting, drafter=request.drafter)
         decoder, answer = setting.start(tuple(request.prompt), request.params, request.index)
         if decoder.max_length > self.seats.positions:
             raise InputError(
@@ -164,6 +169,11 @@ class Engine:
         """How many requests have not had their last event."""
         with self._lock:
             return len(self._open)
+
+    @property
+    def running(self) -> int:
+        """How many requests have a place."""
+        return len(self._running)
 
     def step(self) -> list[Event]:
         """One round of everything; what it brought."""
@@ -356,4 +366,4 @@ class Engine:
         except Exception as error:
             return self._end(job, error)
         piece = job.answer.add(done)
-        return replace(self._end(job), piece=piece) if job.answer.over else Event(job.id, piece)
+        return replace(self._end(job), piece=piece, round=done) if job.answer.over else Event(job.id, piece, done)

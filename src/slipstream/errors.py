@@ -17,3 +17,7 @@ class InputError(SlipstreamError, ValueError):
 
 class ModelError(SlipstreamError, RuntimeError):
     """The target model produced something that no token can be sampled from, such as NaN logits."""
+
+
+class ForbiddenError(ModelError):
+    """Bias, penalties and processors forbid every token at some position."""

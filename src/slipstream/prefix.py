@@ -33,6 +33,8 @@ class PrefixCache:
         self.limit = limit
         self.size = 0
         """Bytes that are held."""
+        self.taken = 0
+        """Tokens that did not have to be read."""
         self._blocks: OrderedDict[tuple[int, tuple[int, ...]], _Block] = OrderedDict()
         self._made = 0
 
@@ -46,6 +48,7 @@ class PrefixCache:
         for number, (_, block) in enumerate(path):
             cache.store[:, :, :, number * BLOCK : (number + 1) * BLOCK] = block.store
         cache.length = len(path) * BLOCK
+        self.taken += cache.length
         self._touch([key for key, _ in path])
         return cache.length
 

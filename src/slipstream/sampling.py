@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.errors import InputError, ModelError
+from slipstream.errors import ForbiddenError, InputError, ModelError
 from slipstream.types import SamplingParams
 from slipstream.verify import sample
 
@@ -152,11 +152,12 @@ class Sampler:
         return probs
 
     def _not_samplable(self, peak: float, position: int) -> ModelError:
+        where = f"no token can be sampled at position {position} (prompt included)"
         if peak == -math.inf:
-            reason = "every token is forbidden (-inf) after logit_bias, penalties and processors; loosen them"
-        else:
-            reason = f"the logits hold {'NaN' if math.isnan(peak) else '+inf'}; check weights and dtype (try fp32)"
-        return ModelError(f"no token can be sampled at position {position} (prompt included): {reason}")
+            why = "every token is forbidden (-inf) after logit_bias, penalties and processors; loosen them"
+            return ForbiddenError(f"{where}: {why}")
+        found = "NaN" if math.isnan(peak) else "+inf"
+        return ModelError(f"{where}: the logits hold {found}; check weights and dtype (try fp32)")
 
 
 def validate(params: SamplingParams, vocab_size: int | None = None) -> None:

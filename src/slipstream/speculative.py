@@ -196,13 +196,18 @@ class SpeculativeDecoding:
     def _setting(self) -> Setting:
         return Setting(self.target, self.drafter, self.policy, self.tokenizer, self.rule, self.bit_exact)
 
+    def engine(self, limits: Limits | None = None) -> Engine:
+        """An engine that answers many requests at once; an adaptive k is then chosen over all of them."""
+        return Engine(self._batch_setting, limits)
+
     def _together(self, requests: Sequence[Request]) -> list[Output]:
         """The answers to several requests at once."""
+        return self.engine(Limits(memory=enough_memory(self._setting, requests))).answers(requests)
+
+    @property
+    def _batch_setting(self) -> Setting:
         setting = self._setting
-        if isinstance(self.policy, Adaptive):
-            setting = replace(setting, policy=self._goodput)
-        engine = Engine(setting, Limits(memory=enough_memory(setting, requests)))
-        return engine.answers(requests)
+        return replace(setting, policy=self._goodput) if isinstance(self.policy, Adaptive) else setting
 
     @property
     def _pad_id(self) -> int:

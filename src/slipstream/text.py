@@ -18,8 +18,10 @@ Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
-def encode(prompt: Prompt, tokenizer: Any | None) -> tuple[int, ...]:
-    """A prompt's ids, with special tokens exactly once.
+def encode(
+    prompt: Prompt, tokenizer: Any | None, *, tools: Sequence[Mapping[str, Any]] | None = None
+) -> tuple[int, ...]:
+    """A prompt's ids, with special tokens exactly once; ``tools`` are shown to the chat template beside messages.
 
     Raises:
         InputError: empty text, text without a tokenizer, messages without a chat template or not to its liking, or
@@ -32,7 +34,7 @@ def encode(prompt: Prompt, tokenizer: Any | None) -> tuple[int, ...]:
         given = given[0]
     items: list[Any] = list(given) if isinstance(given, Sequence) and not isinstance(given, bytes) else [None]
     if items and all(isinstance(m, Mapping) for m in items):
-        return _encode_messages(items, tokenizer)
+        return _encode_messages(items, tokenizer, tools)
     ids = tuple(token_id(item) for item in items)
     if None in ids:
         raise InputError(
@@ -70,11 +72,19 @@ def _encode_text(text: str, tokenizer: Any | None) -> tuple[int, ...]:
     return tuple(tokenizer(text, add_special_tokens=not rendered)["input_ids"])
 
 
-def _encode_messages(messages: list[Any], tokenizer: Any | None) -> tuple[int, ...]:
+def _encode_messages(
+    messages: list[Any], tokenizer: Any | None, tools: Sequence[Mapping[str, Any]] | None
+) -> tuple[int, ...]:
     if tokenizer is None or getattr(tokenizer, "chat_template", None) is None:
         raise InputError("the prompt is a list of messages, but there is no chat template; pass text or token ids")
     try:
-        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
+        ids = tokenizer.apply_chat_template(
+            messages,
+            tools=None if tools is None else list(tools),
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=False,
+        )
     except Exception as error:  # a template is a program that came with the model; many refuse a system message
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise InputError(

@@ -249,6 +249,8 @@ class Request:
     """Whether the prompt's beginning may come from the prefix cache, and is left there."""
     index: int = 0
     """Which sample of its prompt this is; each has a seed of its own."""
+    drafter: Any = None
+    """A drafter of its own, with no other models than the engine's has; None: the engine's."""
 
 
 @dataclass(frozen=True)
@@ -257,6 +259,8 @@ class Event:
 
     id: int
     piece: Piece | None = None
+    round: Round | None = None
+    """The round that ``piece`` came from."""
     output: Output | None = None
     """Set with the request's last event; after ``abort`` its ``finish_reason`` is None."""
     error: Exception | None = None

@@ -79,10 +79,10 @@ def run(task: Task) -> int:
         import torch
 
         torch.set_num_threads(task.threads)
-    target, drafts = _open_all(task)
+    target, drafts = open_all(task)
     ids = task.prompt.ids(target.tokenizer, task.model)
     _check_fits(ids, target)
-    models = _load_all(task, target, drafts)
+    models = load_all(task, target, drafts)
     _check_fits(ids, models.target)  # again: some say their limit only now
     report = _answers(task, models, ids)
     _show(report, task)
@@ -107,7 +107,7 @@ def check(task: Task) -> None:
         check_writable("--plot", task.plot)
 
 
-def _open_all(task: Task) -> tuple[Checkpoint, dict[str, Checkpoint]]:
+def open_all(task: Task) -> tuple[Checkpoint, dict[str, Checkpoint]]:
     """Target and draft models (by name) with everything checked that can be without reading weights."""
     from slipstream.models.load import open_checkpoint, open_draft
     from slipstream.models.vocabulary import check_pair
@@ -137,7 +137,8 @@ class Models:
     """Memory that the draft's weights occupy; plain decoding would not need it."""
 
 
-def _load_all(task: Task, target: Checkpoint, drafts: dict[str, Checkpoint]) -> Models:
+def load_all(task: Task, target: Checkpoint, drafts: dict[str, Checkpoint]) -> Models:
+    """Read the weights."""
     with _loading(task, target.name):
         loaded = target.load()
     if task.plain:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from slipstream.drafters.base import Drafter, DraftSession
@@ -29,6 +30,7 @@ __all__ = [
     "VocabularyDrafter",
     "is_name",
     "make_drafter",
+    "predicting",
 ]
 
 #: Drafters that need no model; "ngram" is what "suffix" was called before.
@@ -70,6 +72,19 @@ def make_drafter(draft: Any, target: Model) -> Drafter:
         f"draft_model= is a {kind}, which is not a drafter; use a model, a path, 'suffix', None, an object with "
         "start(), or a list of them"
     )
+
+
+def predicting(drafter: Drafter, prediction: Sequence[int]) -> Drafter:
+    """``drafter`` for requests that will probably repeat ``prediction`` in part; it copies from that first."""
+    if isinstance(drafter, SuffixDrafter):
+        return drafter.predicting(prediction)
+    if isinstance(drafter, CascadeDrafter) and any(isinstance(one, SuffixDrafter) for one in drafter.drafters):
+        members = [one.predicting(prediction) if isinstance(one, SuffixDrafter) else one for one in drafter.drafters]
+        return CascadeDrafter(members, min_confidence=drafter.min_confidence)
+    copying = SuffixDrafter(prediction=prediction)
+    if isinstance(drafter, NoDrafter):
+        return copying
+    return CascadeDrafter([copying, *(drafter.drafters if isinstance(drafter, CascadeDrafter) else [drafter])])
 
 
 def _member(draft: Any, target: Model) -> Drafter:

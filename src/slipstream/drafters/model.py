@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from slipstream.drafters.base import DraftSession, Gate, Read, Steps, run
-from slipstream.errors import ModelError
+from slipstream.errors import ForbiddenError, ModelError
 from slipstream.models.base import Cache, Model
 from slipstream.sampling import Sampler
 from slipstream.types import Draft, DraftEnd
@@ -201,8 +201,8 @@ class DrawingSession:
         """q (V,) after ``tokens``; None if the request forbids every id that the draft could propose."""
         try:
             return self._sampler.probs(logits, tokens)[0]
-        except ModelError:
-            if self._map is None or not bool(logits.amax().isfinite()):
+        except ForbiddenError:  # also behind tokens of other drafters that a grammar does not allow
+            if not bool(logits.amax().isfinite()):
                 raise
             return None
 

@@ -22,18 +22,27 @@ DOUBT = 3.0
 
 
 class SuffixDrafter:
-    """Copies from prompt and output, and from earlier requests if it has a store.
+    """Copies from prompt and output, from earlier requests if it has a store, and from a prediction if it has one.
 
     Args:
         store: what earlier requests left; each request whose ``SamplingParams.share`` is True reads it, and leaves
             its prompt and output there when it ends.
         min_probability: a draft ends before the token at which the product of the confidences falls below it.
         factor: a draft has at most this many tokens for each token of the match.
+        prediction: a text that its requests will probably repeat in part. If it begins with the last tokens of their
+            prompt, its first token can be proposed at once.
     """
 
     name = "suffix"
 
-    def __init__(self, store: SuffixStore | None = None, *, min_probability: float = 0.1, factor: float = 2.0) -> None:
+    def __init__(
+        self,
+        store: SuffixStore | None = None,
+        *,
+        min_probability: float = 0.1,
+        factor: float = 2.0,
+        prediction: Sequence[int] = (),
+    ) -> None:
         if store is not None and not isinstance(store, SuffixStore):
             raise InputError(f"store= is a {type(store).__name__}; use a SuffixStore or None")
         if not 0 <= min_probability <= 1:
@@ -43,6 +52,17 @@ class SuffixDrafter:
         self.store = store
         self.min_probability = min_probability
         self.factor = factor
+        self.predicted: SuffixAutomaton | None = None
+        """Of the prediction; nothing is added to it."""
+        if prediction:
+            self.predicted = SuffixAutomaton()
+            self.predicted.extend(prediction)
+
+    def predicting(self, prediction: Sequence[int]) -> SuffixDrafter:
+        """The same with another prediction."""
+        return SuffixDrafter(
+            self.store, min_probability=self.min_probability, factor=self.factor, prediction=prediction
+        )
 
     def start(self, sampler: Sampler) -> SuffixSession:
         """Begin one request."""
@@ -81,9 +101,11 @@ class SuffixSession:
         """The same behind ``drafted`` tokens of other drafters, which may yet be rejected."""
         self._own.extend(tokens[self._own.size :])
         paths = [self._path(self._own.continuation(self._own.find(drafted, self._own.end)), k)]
+        latest = [*tokens[-SuffixStore.window :], *drafted]
+        if (predicted := self._drafter.predicted) is not None:
+            paths.append(self._path(predicted.continuation(predicted.find(latest)), k))
         if self._store is not None:
             with self._store.reading() as automata:
-                latest = [*tokens[-self._store.window :], *drafted]
                 paths += [self._path(found.continuation(found.find(latest)), k) for found in automata]
         return self._gated(max(paths, key=lambda path: (path.expected, path.ended == "confidence")))
 

@@ -1,0 +1,116 @@
+"""What ``serve`` does: load, assemble, listen."""
+
+from __future__ import annotations
+
+import logging
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import fields
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from slipstream.cli.prompt import Prompt
+from slipstream.cli.run import Task, check, load_all, open_all
+from slipstream.cli.screen import note
+from slipstream.cli.serve_around import around_of
+from slipstream.errors import InputError
+from slipstream.types import SamplingParams
+
+if TYPE_CHECKING:
+    from slipstream.engine import Engine
+
+#: Modules of the extra ``server``.
+_NEEDED = ("fastapi", "uvicorn", "pydantic", "llguidance", "prometheus_client")
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
+
+
+def run(options: Mapping[str, Any]) -> int:
+    """Serve until told to end; the exit code.
+
+    Raises:
+        InputError: options or models that cannot be used.
+    """
+    check_installed()
+    tls = _tls(options)
+    name = options["name"] or Path(options["model"]).name
+
+    from slipstream.serve.around import Surroundings
+    from slipstream.serve.gate import loopback_hosts
+    from slipstream.serve.logs import set_up, tell
+    from slipstream.serve.run import Binding, serve
+    from slipstream.serve.service import Options, Service
+
+    around = around_of(options, name)
+    set_up(sys.stderr, form=options["log_format"], prompts=options["log_prompts"], level=options["log_level"])
+    if not around.gate.keys and not loopback_hosts(options["host"]):
+        tell("there are no API keys: whoever reaches this port can use it", logging.WARNING)
+    surroundings = Surroundings(around)
+    try:
+        engine = load_engine(options)
+        allowed = (options["max_tokens"], options["max_n"], options["queue"], options["max_prompt"])
+        service = Service(engine, Options(name, *allowed, pace=options["stream_pace"]))
+        binding = Binding(options["host"], options["port"], options["drain_seconds"], tls)
+        note(f"Serving {name} on {'https' if tls else 'http'}://{binding.host}:{binding.port}/v1")
+        return serve(surroundings.surround(service), service, binding)
+    finally:
+        surroundings.close()
+
+
+def check_installed() -> None:
+    """Raise InputError if the extra ``server`` is not installed."""
+    missing = [name for name in _NEEDED if find_spec(name) is None]
+    if missing:
+        raise InputError(f"`slipstream serve` needs {', '.join(missing)}; run: pip install 'slipstream[server]'")
+
+
+def load_engine(options: Mapping[str, Any]) -> Engine:
+    """The engine, with models loaded.
+
+    Raises:
+        InputError: models or limits that cannot be used.
+    """
+    names = {f.name for f in fields(Task)}
+    given = {name: value for name, value in options.items() if name in names}
+    task = Task(prompt=Prompt("", False, None), params=SamplingParams(), **given)
+    check(task)
+    memory = None if options["memory"] is None else memory_size(options["memory"])
+    if task.threads is not None:
+        import torch
+
+        torch.set_num_threads(task.threads)
+    models = load_all(task, *open_all(task))
+
+    from slipstream.seats import Limits
+    from slipstream.speculative import SpeculativeDecoding
+
+    decoding = SpeculativeDecoding(models.target, models.draft, k=task.k, rule=task.rule)
+    return decoding.engine(Limits(memory=memory, requests=options["requests"], rows=options["rows"]))
+
+
+def memory_size(given: str, option: str = "--memory") -> int:
+    """Bytes.
+
+    >>> memory_size("1.5 GB"), memory_size("64MiB"), memory_size("1000")
+    (1500000000, 67108864, 1000)
+
+    Raises:
+        InputError: it is no size.
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]I?)?B?", given.strip().upper())
+    if found is None:
+        raise InputError(f"{option} {given!r} is no size; write for example {option} 4GB")
+    return int(float(found[1]) * _UNITS[found[2] or ""])
+
+
+def _tls(options: Mapping[str, Any]) -> tuple[str, str] | None:
+    files = options["tls_cert"], options["tls_key"]
+    if not any(files):
+        return None
+    if not all(files):
+        raise InputError("--tls-cert and --tls-key belong together; give both")
+    for file in files:
+        if not Path(file).is_file():
+            raise InputError(f"{file!r} is not a file; name certificate and key in PEM format")
+    return files[0], files[1]
