@@ -108,7 +108,7 @@ class Costs:
         """What a draft takes."""
         if self._draft is None:
             plain = self.verify()[1]
-            call, step = _line([(p, s) for p, _, s in self._drafts if p]) or (0.0, self._guess * plain)
+            call, step = fitted_line([(p, s) for p, _, s in self._drafts if p]) or (0.0, self._guess * plain)
             if not any(p for p, _, _ in self._drafts) and self._drafts:
                 call = median(s for _, _, s in self._drafts)
             reads = [max(0.0, s - call - step * p) / m for p, m, s in self._reading]
@@ -157,7 +157,7 @@ def _filled(points: Sequence[tuple[int, float]], count: int) -> tuple[float, ...
     return tuple(values)
 
 
-def _line(points: Sequence[tuple[int, float]]) -> tuple[float, float] | None:
+def fitted_line(points: Sequence[tuple[int, float]]) -> tuple[float, float] | None:
     """Intercept and slope, neither negative, of seconds over passes: Theil and Sen's medians; None without points."""
     if not points:
         return None
