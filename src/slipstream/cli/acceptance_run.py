@@ -67,9 +67,7 @@ def run(task: AcceptanceTask) -> int:
         Wanted(task.model, drafts, task.weights, task.draft_weights, task.device, task.threads, task.no_color), prompts
     )
     check_room(pairs.prompts, pairs.target)
-    subject = planning.Subject(
-        pairs.target, pairs.drafters, pairs.prompts, params, other_samplings(params), task.rule
-    )
+    subject = planning.Subject(pairs.target, pairs.drafters, pairs.prompts, params, other_samplings(params), task.rule)
     ledger, found = open_ledger(subject, pairs, task.fresh), planning.Gathered()
     try:
         follow(_gather(subject, ledger, found), planning.text_steps(subject) + len(prompts), task.no_color)

@@ -14,7 +14,8 @@ Examples:
   slipstream costs TARGET --draft DRAFT --threads 2
   slipstream costs TARGET --draft DRAFT --batches 1,4,16 --json
 
-The figures are kept in the model cache, by model, weights, device, threads, machine and version; an adaptive k begins with them.
+The figures are kept in the model cache, by model, weights, device, threads, machine and version. An adaptive k begins
+with them.
 """
 
 

@@ -48,9 +48,7 @@ def run(task: CostsTask) -> int:
         if value < 1:
             raise InputError(f"{option} {value} is too few; use 1 or more")
     drafts = tuple((name,) for name in task.drafts)
-    wanted = Wanted(
-        task.model, drafts, task.weights, task.draft_weights, task.device, task.threads, task.no_color
-    )
+    wanted = Wanted(task.model, drafts, task.weights, task.draft_weights, task.device, task.threads, task.no_color)
     if set(wanted.draft_models) != set(task.drafts):
         raise InputError("--draft names something other than a model; only models have passes to measure")
     pairs = load(wanted, ())
@@ -88,11 +86,8 @@ def _measure(
     ledger = Ledger(["costs", keys, batches, task.context, task.turns], fresh=task.fresh)
     for name, model in models.items():
         if name not in ledger:
-            timing = None
             cells = curves.grid(batches=batches)
-            for said, timing in curves.measure_curve(model, _IDS, task.context, cells, task.turns):
-                yield said
-            assert timing is not None
+            timing = yield from curves.measure_curve(model, _IDS, task.context, cells, task.turns)
             how = f"measured here: median of {task.turns} turns behind {task.context} tokens"
             curve = timing.curve(model, task.context, now(), how)
             curves.keep(curve)
@@ -147,6 +142,8 @@ def table(found: Mapping[str, Curve]) -> str:
         shape = ", ".join(f"v({n}) = {curve.v(n):.2f}" for n in (2, 5, 9, 17))
         lines.append(f"  {shape}; a prompt token {1e3 * curve.prompt_token:.2f} ms")
         if name != next(iter(found)):
-            lines.append(f"  a draft step is c = {step_ratio(found, name)['value']:.3f} of a plain step (measured here)")
+            lines.append(
+                f"  a draft step is c = {step_ratio(found, name)['value']:.3f} of a plain step (measured here)"
+            )
         lines.append("")
     return "\n".join(lines)

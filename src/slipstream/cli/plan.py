@@ -25,7 +25,7 @@ have an "answer", otherwise the target answers once, and that is kept. An interr
 @click.option("--drafts", default="suffix", metavar="A,B,...", help="What to choose from (default: suffix).")
 @click.option("--prompts", metavar="FILE", help="JSON lines, or humaneval[:N] (default: eight of the package's own).")
 @click.option("--limit", type=int, metavar="N", help="Take N of the prompts, evenly spaced.")
-@click.option("--objective", type=click.Choice(("latency", "throughput")), default="latency", help="What is to improve.")
+@click.option("--objective", type=click.Choice(("latency", "throughput")), default="latency", help="What to improve.")
 @click.option("--requests-per-second", type=float, metavar="R", help="The load.")
 @click.option("--batch", type=int, default=1, metavar="B", help="Requests answered at the same time (default: 1).")
 @click.option("--latency-budget", type=float, metavar="MS", help="Milliseconds that an answer may take.")

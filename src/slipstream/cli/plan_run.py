@@ -71,7 +71,13 @@ def run(task: PlanTask) -> int:
     from slipstream.plan import save
 
     wanted = Wanted(
-        task.model, parse_drafts(task.drafts), task.weights, task.draft_weights, task.device, task.threads, task.no_color
+        task.model,
+        parse_drafts(task.drafts),
+        task.weights,
+        task.draft_weights,
+        task.device,
+        task.threads,
+        task.no_color,
     )
     prompts = read_prompts(task.prompts, task.limit)
     pairs = load(wanted, prompts)
@@ -98,7 +104,10 @@ def check(task: PlanTask) -> SamplingParams:
     ):  # fmt: skip
         if value is not None and value < least:
             raise InputError(f"{option} {value} is too few; use {least} or more")
-    for name, number in (("--requests-per-second", task.requests_per_second), ("--latency-budget", task.latency_budget)):
+    for name, number in (
+        ("--requests-per-second", task.requests_per_second),
+        ("--latency-budget", task.latency_budget),
+    ):
         if number is not None and not 0 < number < float("inf"):
             raise InputError(f"{name} {number:g} is no positive number; correct it")
     parse_drafts(task.drafts)
@@ -154,7 +163,7 @@ def make(task: PlanTask, subject: Subject, pairs: Pairs, ledger: Ledger) -> Plan
     about = 2 * (TURNS + 1) * (1 + len(subject.bases))
     total = planning.text_steps(subject) + len(subject.prompts) + about + planning.curve_steps(subject)
     follow(gather(subject, ledger, found, task.batches), total, task.no_color)
-    wish = _wish(task, subject, pairs)
+    wish = _wish(task, pairs)
     made = make_plan(subject, found, wish, _about(subject, found), TURNS)
     if task.no_check or made.decision.option is None:
         return made.plan
@@ -164,7 +173,7 @@ def make(task: PlanTask, subject: Subject, pairs: Pairs, ledger: Ledger) -> Plan
 
 def _real_run(subject: Subject, made: Made, ledger: Ledger, task: PlanTask) -> list[Point]:
     from slipstream.fields import from_json, to_json
-    from slipstream.measure.planning import Point, run_for_real
+    from slipstream.measure.planning import Point, RealRun, run_for_real
 
     option, best = made.decision.option, made.decision.prediction
     assert option is not None
@@ -176,12 +185,13 @@ def _real_run(subject: Subject, made: Made, ledger: Ledger, task: PlanTask) -> l
         count = min(_CHECKED, len(usable))
         some = [usable[i * len(usable) // count] for i in range(count)]
         into: dict[int, list[Point]] = {}
-        follow(run_for_real(subject, option.draft, (best.k,), some, into), 2 * count + 2, task.no_color)
+        real = RealRun(option.draft, (best.k,), some)
+        follow(run_for_real(subject, real, into), real.steps, task.no_color)
         ledger.put(name, to_json(into[best.k]))
     return [from_json(Point, entry, name) for entry in ledger[name]]
 
 
-def _wish(task: PlanTask, subject: Subject, pairs: Pairs) -> Wish:
+def _wish(task: PlanTask, pairs: Pairs) -> Wish:
     import torch
 
     from slipstream.measure.plan_build import Wish

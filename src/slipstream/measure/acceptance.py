@@ -2,8 +2,8 @@
 
 No speculation is run: at each position of a text both distributions are known, so the probability that a first draft
 token stands is sum_x min(P(x), q(x)), without the noise of counting. Arithmetic only, for four ways of verifying:
-the *token* and the *block rule*, a *greedy draft* (argmax proposed, accepted with probability P), and *exact match* (both
-sample by themselves, a token stands if both chose it: what an engine does that knows no rejection sampling).
+the *token* and the *block rule*, a *greedy draft* (argmax proposed, accepted with probability P), and *exact match*
+(both sample by themselves, a token stands if both chose it: what an engine does that knows no rejection sampling).
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -190,6 +190,8 @@ def keep(curve: Curve) -> Path:
 
 def find(model: Any) -> Curve | None:
     """The curve that is kept for ``model`` here; None if there is none, or none that can be read."""
+    if not (cache_folder() / FOLDER).is_dir():
+        return None
     try:
         return read(path_of(key_of(model)))
     except (InputError, OSError, AttributeError, TypeError, RuntimeError):
@@ -208,6 +210,21 @@ def read(path: Path) -> Curve:
         raise InputError(f"{str(path)!r} cannot be read ({error}); run `slipstream costs`") from error
     curve: Curve = from_json(Curve, found, repr(str(path)))
     return curve
+
+
+def begin_with_measured(policy: Any, target: Any, drafter: Any) -> None:
+    """Let an adaptive policy begin with the curves that are kept for these models, if there are any.
+
+    It changes how many tokens are drafted, never which answers come out.
+    """
+    curve = find(target)
+    if curve is None:
+        return
+    policy.shape = curve.shape
+    models = [one.model for one in getattr(drafter, "drafters", (drafter,)) if hasattr(one, "model")]
+    steps_ = [found.seconds(1) for model in models if (found := find(model)) is not None]
+    if steps_ and len(steps_) == len(models):
+        policy.step = sum(steps_) / curve.seconds(1)
 
 
 # --- measuring --------------------------------------------------------------------------------------------------------
@@ -294,16 +311,16 @@ class Timing:
 
 def measure_curve(
     model: Model, tokens: Sequence[int], context: int, cells: Sequence[tuple[int, int]], turns: int = TURNS
-) -> Iterator[tuple[str, Timing]]:
-    """Time all ``cells`` turn by turn, each turn beginning at another one; tells what comes next and what is known.
+) -> Generator[str, None, Timing]:
+    """Time all ``cells`` turn by turn, each turn beginning at another one; tells what comes next.
 
     The first turn is not counted: it pays for what happens only once.
     """
     timing = Timing({cell: [] for cell in cells}, {n: [] for n in PREFILL if _fits(model, n)})
-    yield f"{model.name}: reading {context} tokens", timing
+    yield f"{model.name}: reading {context} tokens"
     probes = passes(model, tokens, context, cells)
     for turn in range(-1, turns):
-        yield f"{model.name}: {'warm-up' if turn < 0 else f'turn {turn + 1} of {turns}'}", timing
+        yield f"{model.name}: {'warm-up' if turn < 0 else f'turn {turn + 1} of {turns}'}"
         for i in range(len(probes)):
             probe = probes[(i + turn) % len(probes)]
             taken = probe.seconds()
@@ -313,7 +330,7 @@ def measure_curve(
             if turn in (-1, 0, turns - 1):
                 taken = prefill_seconds(model, tokens, count)
                 some.extend([taken] * (turn >= 0))
-    yield f"{model.name}: done", timing
+    return timing
 
 
 def _fits(model: Model, count: int) -> bool:
@@ -322,4 +339,4 @@ def _fits(model: Model, count: int) -> bool:
 
 def steps(turns: int = TURNS) -> int:
     """How many times ``measure_curve`` tells something."""
-    return turns + 3
+    return turns + 2

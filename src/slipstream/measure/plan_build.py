@@ -1,4 +1,4 @@
-"""Makes a ``Plan`` of what was gathered: predictions for every draft, k and batch, the decision, and all that supports it."""
+"""Makes a ``Plan`` of what was gathered: predictions for every draft, k and batch, the decision, what supports it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from slipstream import plan as p
 from slipstream.drafters import Drafter
 from slipstream.measure import expectation
 from slipstream.measure.acceptance import RULES, Rule
-from slipstream.measure.bootstrap import Interval, bootstrap
+from slipstream.measure.bootstrap import Interval, bootstrap_ratio
 from slipstream.measure.planning import (
     PLAIN,
     Gathered,
@@ -21,7 +21,6 @@ from slipstream.measure.planning import (
     batched,
     cases,
     costs_at,
-    measured_speed_up,
     starts,
 )
 from slipstream.measure.prediction import (
@@ -77,7 +76,6 @@ def acceptances(subject: Subject, found: Gathered) -> list[p.Acceptance]:
 
 
 def _acceptance(subject: Subject, found: Gathered, name: str, number: int, rule: Any) -> p.Acceptance:
-    drafter = subject.drafters[name]
     params = subject.all_samplings[number]
     how = _how(found.texts, number, params)
     by_category: dict[str, list[Text]] = {}
@@ -86,18 +84,14 @@ def _acceptance(subject: Subject, found: Gathered, name: str, number: int, rule:
     rates = {t.id: _first_tokens(subject, found, name, number, rule, t) for t in found.texts}
     own = replace(subject, rule=rule)
     walks = {t.id: _walked(own, found, name, number, t) for t in found.texts}
-    positions = []
-    for j in range(1, _POSITIONS + 1):
-        if any(w.position(j) is not None for w in walks.values()):
-            positions.append(estimate(bootstrap(list(walks.values()), lambda some, j=j: _position(some, j)), how))
-    del drafter
+    found_at = [_position(list(walks.values()), j) for j in range(1, _POSITIONS + 1)]
     return p.Acceptance(
         draft=name,
         rule=str(rule),
         sampling=sampling(params),
-        rate=estimate(bootstrap(list(rates.values()), _mean), how),
-        positions=tuple(positions),
-        categories={c: estimate(bootstrap([rates[t.id] for t in some], _mean), how) for c, some in by_category.items()},
+        rate=estimate(_ratio(list(rates.values())), how),
+        positions=tuple(estimate(one, how) for one in found_at if one is not None),
+        categories={c: estimate(_ratio([rates[t.id] for t in some]), how) for c, some in by_category.items()},
     )
 
 
@@ -120,14 +114,15 @@ def _walked(subject: Subject, found: Gathered, name: str, number: int, text: Tex
     return walk(look, len(text.answer), _POSITIONS, limited=text.limited)
 
 
-def _position(some: Sequence[Walk], j: int) -> float:
-    reached = sum(w.reached[j - 1] for w in some if len(w.reached) >= j)
-    return sum(w.stood[j - 1] for w in some if len(w.stood) >= j) / reached if reached else 0.0
+def _position(some: Sequence[Walk], j: int) -> Interval | None:
+    """Acceptance at position ``j`` over all answers; None if no draft gets there."""
+    reached = [w.reached[j - 1] if len(w.reached) >= j else 0.0 for w in some]
+    stood = [w.stood[j - 1] if len(w.stood) >= j else 0.0 for w in some]
+    return bootstrap_ratio(stood, reached, empty=0.0) if any(reached) else None
 
 
-def _mean(some: Sequence[tuple[float, int]]) -> float:
-    count = sum(n for _, n in some)
-    return sum(total for total, _ in some) / count if count else 0.0
+def _ratio(some: Sequence[tuple[float, int]]) -> Interval:
+    return bootstrap_ratio([total for total, _ in some], [float(n) for _, n in some], empty=0.0)
 
 
 def _how(texts: Sequence[Text], number: int, params: SamplingParams) -> str:
@@ -147,9 +142,7 @@ def options(subject: Subject, found: Gathered, wish: Wish) -> list[Option]:
         if not _usable(found, drafter):
             continue
         some, at = cases(subject, found, name), costs_at(found, drafter)
-        by_batch = {
-            b: {k: predict(some, k, batched(found, drafter, at, b)) for k in KS} for b in wish.batches
-        }
+        by_batch = {b: {k: predict(some, k, batched(found, drafter, at, b)) for k in KS} for b in wish.batches}
         usual = mean(c.prompt + c.tokens / 2 for c in some)
         listed.append(Option(name, by_batch, at(usual), some, _fits(wish), has_model(drafter)))
     return listed
@@ -231,7 +224,7 @@ def make_plan(subject: Subject, found: Gathered, wish: Wish, about: Mapping[str,
         target=_target(subject, wish),
         drafts=tuple(_draft(name, wish, found, subject) for name in subject.drafters),
         asked=_asked(subject, found, wish),
-        verdict=verdict(decision, subject, found),
+        verdict=verdict(decision),
         candidates=tuple(
             _candidate(o.draft, b, one) for o in listed for b, some in o.by_batch.items() for one in some.values()
         ),
@@ -288,7 +281,7 @@ def _asked(subject: Subject, found: Gathered, wish: Wish) -> p.Asked:
     )
 
 
-def verdict(decision: Decision, subject: Subject, found: Gathered) -> p.Verdict:
+def verdict(decision: Decision) -> p.Verdict:
     """The decision as it is written down."""
     best, option = decision.prediction, decision.option
     how = SPEED
@@ -298,7 +291,9 @@ def verdict(decision: Decision, subject: Subject, found: Gathered) -> p.Verdict:
         speed = p.Estimate(1 + decision.margin, how, 1 + decision.margin_low, 1 + decision.margin_high)
     limit = decision.break_even
     advice = tuple(
-        p.Advice(kind, what, None if up is None else p.Estimate(up, "predicted from the costs and an assumed acceptance"))  # type: ignore[arg-type]
+        p.Advice(
+            kind, what, None if up is None else p.Estimate(up, "predicted from the costs and an assumed acceptance")
+        )  # type: ignore[arg-type]
         for kind, what, up in decision.advice
     )
     replayed = "predicted from the draft's replay along the answers"
@@ -311,7 +306,9 @@ def verdict(decision: Decision, subject: Subject, found: Gathered) -> p.Verdict:
         speed_up=speed,
         margin=gain,
         acceptance=estimate(best.acceptance, replayed) if best is not None and best.acceptance is not None else None,
-        break_even=None if limit is None else p.Estimate(limit, "predicted from the costs: constant acceptance, best k"),
+        break_even=None
+        if limit is None
+        else p.Estimate(limit, "predicted from the costs: constant acceptance, best k"),
         advice=advice,
     )
 
@@ -336,7 +333,7 @@ def load(decision: Decision, wish: Wish) -> p.Load | None:
     if option is None or best is None or best.k not in option.by_batch.get(1, {}):
         return None
     full = max(wish.batches)
-    plain, fast = load_curves(option, option.by_batch[full][best.k], option.by_batch[1][best.k], full)
+    plain, fast = load_curves(option.by_batch[full][best.k], option.by_batch[1][best.k], full)
     crossing = expectation.crossing_rate(plain, fast)
     curves = [
         p.LoadCurve(p.Estimate(c.idle_seconds, _LOAD), p.Estimate(c.capacity_seconds, _LOAD)) for c in (plain, fast)
@@ -366,7 +363,7 @@ def validation(made: Made, subject: Subject, found: Gathered, points: Sequence[P
 
 def checked(category: str, predicted: Interval, points: Sequence[Point]) -> p.Checked:
     """One prediction beside its measurement."""
-    measured = bootstrap(points, measured_speed_up)
+    measured = bootstrap_ratio([one.plain for one in points], [one.fast for one in points])
     how = f"measured here: {len(points)} answers, plain and speculative in turn"
     return p.Checked(
         category, estimate(predicted, SPEED), estimate(measured, how), predicted.value / measured.value - 1

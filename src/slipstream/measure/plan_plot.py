@@ -62,7 +62,9 @@ def _of(plan: Plan) -> dict[str, list[Candidate]]:
 
 
 def _speed_up(plan: Plan, name: Name) -> Any:
-    figure, axes = _axes("Speed-up against k (predicted; bands: 95 % over prompts)", "draft tokens in a round, k", "speed-up")
+    figure, axes = _axes(
+        "Speed-up against k (predicted; bands: 95 % over prompts)", "draft tokens in a round, k", "speed-up"
+    )
     for number, (draft, some) in enumerate(_of(plan).items()):
         colour, ks = _COLOURS[number % len(_COLOURS)], [c.k for c in some]
         axes.plot(ks, [c.speed_up.value for c in some], marker="o", markersize=4, color=colour, label=name(draft))
@@ -89,7 +91,9 @@ def _time(plan: Plan, name: Name) -> Any:
     values.append(("draft reads the prompt", "#999999", [c.prompt_seconds for c in rows] + [0.0]))
     left = [0.0] * (len(rows) + 1)
     for label, colour, seconds in values:
-        axes.barh([*labels, "plain"], [1e3 * s for s in seconds], left=[1e3 * s for s in left], color=colour, label=label)
+        axes.barh(
+            [*labels, "plain"], [1e3 * s for s in seconds], left=[1e3 * s for s in left], color=colour, label=label
+        )
         left = [a + b for a, b in zip(left, seconds, strict=True)]
     axes.invert_yaxis()
     axes.legend(frameon=False)
@@ -114,7 +118,9 @@ def _positions(plan: Plan, name: Name) -> Any:
 
 def _load(plan: Plan) -> Any:
     assert plan.load is not None
-    figure, axes = _axes("Latency under load, L = C1 / (1 - rate C2) (predicted)", "requests a second", "seconds an answer")
+    figure, axes = _axes(
+        "Latency under load, L = C1 / (1 - rate C2) (predicted)", "requests a second", "seconds an answer"
+    )
     curves = {
         label: LoadCurve(c.idle_seconds.value, c.capacity_seconds.value)
         for label, c in (("plain", plan.load.plain), ("speculative", plan.load.speculative))

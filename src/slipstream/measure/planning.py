@@ -1,4 +1,4 @@
-"""Gathers what a plan is made of: answers, acceptance, costs, a short real run. Each step is kept, to be taken up again."""
+"""Gathers what a plan is made of: answers, acceptance, costs, a short real run. Each step is kept until it is done."""
 
 from __future__ import annotations
 
@@ -190,9 +190,7 @@ def _time_together(
 ) -> Iterator[str]:
     text = _long_text(into.texts, context + max(ROWS))
     running = {
-        base: time_rounds(
-            Timing(subject.target, one, text, context, subject.params, subject.rule, turns), timed[base]
-        )
+        base: time_rounds(Timing(subject.target, one, text, context, subject.params, subject.rule, turns), timed[base])
         for base, one in bases.items()
     }
     while running:
@@ -223,9 +221,7 @@ def _long_text(texts: Sequence[Text], length: int) -> tuple[int, ...]:
 
 def costs_at(found: Gathered, drafter: Drafter) -> CostsAt:
     """The costs of a draft by context; of a cascade those of its members together."""
-    places = [
-        (context, _together(found, drafter, i, costs)) for i, (context, costs) in enumerate(found.rounds[PLAIN])
-    ]
+    places = [(context, _together(found, drafter, i, costs)) for i, (context, costs) in enumerate(found.rounds[PLAIN])]
     return between(places[0], places[-1])
 
 
@@ -253,10 +249,7 @@ def gather_curves(subject: Subject, ledger: Ledger, into: Gathered, batches: Seq
         if name not in ledger:
             cells = grid(batches=batches) if base == PLAIN else grid((1, 2, 3, 5, 9), batches)
             text = _long_text(into.texts, context)
-            timing = None
-            for said, timing in measure_curve(model, text, context, cells):
-                yield said
-            assert timing is not None
+            timing = yield from measure_curve(model, text, context, cells)
             curve = timing.curve(model, context, now(), f"measured here: passes behind {context} tokens")
             keep(curve)
             ledger.put(name, to_json(curve))
@@ -303,20 +296,31 @@ class Point:
     accepted: int
 
 
-def run_for_real(
-    subject: Subject, name: str, ks: Sequence[int], prompts: Sequence[BenchPrompt], into: dict[int, list[Point]], repeats: int = 1
-) -> Iterator[str]:
+@dataclass(frozen=True)
+class RealRun:
+    """What is run for real."""
+
+    draft: str
+    ks: tuple[int, ...]
+    prompts: Sequence[BenchPrompt]
+    repeats: int = 1
+
+    @property
+    def steps(self) -> int:
+        """How often ``run_for_real`` tells something."""
+        return (1 + len(self.ks)) * (1 + self.repeats * len(self.prompts))
+
+
+def run_for_real(subject: Subject, real: RealRun, into: dict[int, list[Point]]) -> Iterator[str]:
     """Plain and speculative in turn on the same prompts; tells before each answer. A warm-up comes first."""
+    drafter, ks, prompts = subject.drafters[real.draft], real.ks, real.prompts
     plain = Own(SpeculativeDecoding(subject.target), PLAIN)
-    fast = {
-        k: Own(SpeculativeDecoding(subject.target, subject.drafters[name], k, rule=subject.rule), f"{name} k={k}", draft=name)
-        for k in ks
-    }
+    fast = {k: Own(SpeculativeDecoding(subject.target, drafter, k, rule=subject.rule), f"k={k}") for k in ks}
     warm = replace(subject.params, max_new_tokens=min(8, subject.params.max_new_tokens))
     for one in (plain, *fast.values()):
         yield f"warm-up: {one.name}"
         one.answer(prompts[0], warm)
-    for repeat in range(repeats):
+    for repeat in range(real.repeats):
         for number, prompt in enumerate(prompts):
             order: list[tuple[int, Own]] = [(0, plain), *fast.items()]
             shift = (number + repeat) % len(order)
@@ -339,12 +343,6 @@ def _point(prompt: BenchPrompt, plain: Any, fast: Any) -> Point:
     return Point(
         prompt.id, prompt.category, seconds, fast.decode_seconds, fast.num_tokens, fast.drafted or 0, fast.accepted or 0
     )
-
-
-def measured_speed_up(points: Sequence[Point]) -> float:
-    """Of all answers together."""
-    fast = sum(p.fast for p in points)
-    return sum(p.plain for p in points) / fast if fast else 1.0
 
 
 def now() -> str:

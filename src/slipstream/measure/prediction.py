@@ -10,10 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from math import inf
 
 from slipstream.measure import expectation
-from slipstream.measure.bootstrap import Interval, bootstrap
+from slipstream.measure.bootstrap import Interval, bootstrap_ratio
 from slipstream.measure.curves import interpolated
 from slipstream.measure.expectation import LoadCurve
 from slipstream.measure.replay import Start, Walk, walk
@@ -113,10 +112,13 @@ class Case:
     """The round that begins after so many tokens of it."""
     reads: bool = True
     """Whether a draft model has to read the prompt."""
+    known: dict[int, Walk] = field(default_factory=dict, compare=False, repr=False)
 
     def walk(self, k: int) -> Walk:
         """The rounds with ``k`` draft tokens."""
-        return walk(self.starts, self.tokens, k, limited=self.limited)
+        if k not in self.known:
+            self.known[k] = walk(self.starts, self.tokens, k, limited=self.limited)
+        return self.known[k]
 
 
 @dataclass(frozen=True)
@@ -188,42 +190,25 @@ def predict(cases: Sequence[Case], k: int, costs_at: CostsAt) -> Prediction:
     groups: dict[str, list[Times]] = {}
     for one in found:
         groups.setdefault(one.case.category, []).append(one)
-    drafted = any(t.rounds.drafted for t in found)
+    drafted = [t.rounds.drafted for t in found]
     return Prediction(
         k=k,
-        speed_up=bootstrap(found, _speed_up),
-        whole=bootstrap(found, _whole),
-        tokens_per_round=bootstrap(found, _tokens_per_round),
-        acceptance=bootstrap(found, _rate) if drafted else None,
+        speed_up=_speed_up(found),
+        whole=bootstrap_ratio([t.first + t.plain for t in found], [t.first + t.fast for t in found]),
+        tokens_per_round=bootstrap_ratio([t.rounds.emitted for t in found], [t.rounds.count for t in found]),
+        acceptance=bootstrap_ratio([t.rounds.accepted for t in found], drafted) if any(drafted) else None,
         seconds_per_token=sum(t.fast for t in found) / tokens,
         draft_seconds=sum(t.draft for t in found) / tokens,
         verify_seconds=sum(t.verify for t in found) / tokens,
         read_seconds=sum(t.read for t in found) / tokens,
-        categories={name: bootstrap(some, _speed_up) for name, some in groups.items()},
+        categories={name: _speed_up(some) for name, some in groups.items()},
         answer_seconds=sum(t.first + t.fast for t in found) / len(found),
         plain_answer_seconds=sum(t.first + t.plain for t in found) / len(found),
     )
 
 
-def _speed_up(some: Sequence[Times]) -> float:
-    return _ratio(sum(t.plain for t in some), sum(t.fast for t in some))
-
-
-def _whole(some: Sequence[Times]) -> float:
-    return _ratio(sum(t.first + t.plain for t in some), sum(t.first + t.fast for t in some))
-
-
-def _tokens_per_round(some: Sequence[Times]) -> float:
-    return _ratio(sum(t.rounds.emitted for t in some), sum(t.rounds.count for t in some))
-
-
-def _rate(some: Sequence[Times]) -> float:
-    drafted = sum(t.rounds.drafted for t in some)
-    return sum(t.rounds.accepted for t in some) / drafted if drafted else 0.0
-
-
-def _ratio(above: float, below: float) -> float:
-    return above / below if below else 1.0
+def _speed_up(some: Sequence[Times]) -> Interval:
+    return bootstrap_ratio([t.plain for t in some], [t.fast for t in some])
 
 
 # --- the decision -----------------------------------------------------------------------------------------------------
@@ -329,7 +314,7 @@ def _reason(option: Option, best: Prediction, limits: Limits, margin: Interval) 
             f"Do not speculate at batch {limits.batch}: rows of a verification are as dear as tokens there; "
             f"{option.draft} pays up to batch {most}."
         )
-    needed = paying_length(option, best.k or 1, limits)
+    needed = paying_length(option, best.k or 1)
     mean = sum(c.tokens for c in option.cases) / len(option.cases)
     if needed is not None and needed > mean:
         return "short answers", (
@@ -361,7 +346,7 @@ def paying_batch(option: Option, limits: Limits) -> int | None:
     return most
 
 
-def paying_length(option: Option, k: int, limits: Limits) -> float | None:
+def paying_length(option: Option, k: int) -> float | None:
     """Tokens of an answer from which reading the prompt with the draft model is earned back; None if never."""
     found = [times(case, k, lambda _: option.costs) for case in option.cases]
     emitted = sum(t.rounds.emitted for t in found)
@@ -372,11 +357,10 @@ def paying_length(option: Option, k: int, limits: Limits) -> float | None:
     return 1 + read / saved if saved > 0 else None
 
 
-def load_curves(option: Option, prediction: Prediction, alone: Prediction, batch: int) -> tuple[LoadCurve, LoadCurve]:
+def load_curves(prediction: Prediction, alone: Prediction, batch: int) -> tuple[LoadCurve, LoadCurve]:
     """Plain and speculative latency under load: C1 alone, C2 what an answer uses up where ``batch`` share the passes.
 
     Args:
-        option: the draft.
         prediction: at ``batch``.
         alone: at a batch of 1, with the same k.
         batch: how many are answered at a time when the server is full.
@@ -390,14 +374,12 @@ def _overloaded(option: Option, best: Prediction, limits: Limits) -> float | Non
     alone = option.by_batch.get(1, {}).get(best.k)
     if limits.rate is None or alone is None:
         return None
-    plain, fast = load_curves(option, best, alone, limits.batch)
+    plain, fast = load_curves(best, alone, limits.batch)
     crossing = expectation.crossing_rate(plain, fast)
     return crossing if crossing is not None and limits.rate > crossing else None
 
 
-def _advice(
-    option: Option, best: Prediction, limits: Limits, gain: float
-) -> list[tuple[str, str, float | None]]:
+def _advice(option: Option, best: Prediction, limits: Limits, gain: float) -> list[tuple[str, str, float | None]]:
     found: list[tuple[str, str, float | None]] = []
     first, costs = _first(option), option.costs.ratios
     if option.model and first < LOW_ACCEPTANCE:
@@ -405,8 +387,8 @@ def _advice(
         if trained.speed_up > max(gain, 1 + WORTH):
             found.append((
                 "fine-tune the draft",
-                f"{option.draft} has {first:.0%} of its first tokens accepted; fine-tuned to {TRAINED:.0%} it would bring "
-                f"{trained.speed_up:.2f}x at k = {trained.k}.",
+                f"{option.draft} has {first:.0%} of its first tokens accepted; fine-tuned to {TRAINED:.0%} it would "
+                f"bring {trained.speed_up:.2f}x at k = {trained.k}.",
                 trained.speed_up,
             ))  # fmt: skip
     if option.model and first < TRAINED and costs.draft_step < 0.1:
@@ -420,7 +402,7 @@ def _advice(
             ))  # fmt: skip
     if option.model and costs.draft_step > LOW_ACCEPTANCE:
         found.append((
-            "smaller draft", f"A draft step costs {costs.draft_step:.2f} of a plain step; a smaller draft is needed.", None
+            "smaller draft", f"A draft step costs {costs.draft_step:.2f} of a plain step; take a smaller draft.", None
         ))  # fmt: skip
     if limits.budget is not None and (spent := min(best.answer_seconds, best.plain_answer_seconds)) > limits.budget:
         found.append((
@@ -440,8 +422,3 @@ def constant_case(acceptance: float, prompt: int, tokens: int, *, category: str 
         return Start(reach[: tokens - at])
 
     return Case("constant", category, prompt, tokens, False, starts, reads)
-
-
-def is_bounded(value: float) -> bool:
-    """Whether it is a number that JSON has."""
-    return -inf < value < inf

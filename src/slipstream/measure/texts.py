@@ -1,4 +1,4 @@
-"""What acceptance is measured on: prompts with their answers, the user's own or the target's, and how drafts see them."""
+"""What acceptance is measured on: prompts with their answers, the user's or the target's, and how drafts see them."""
 
 from __future__ import annotations
 
@@ -204,9 +204,7 @@ def cascade_starts(
     drafter: CascadeDrafter, trails: Sequence[Trail | None], text: Text, params: SamplingParams, rule: Rule
 ) -> Callable[[int], Start]:
     """Of a cascade: who copies really drafts, and each model in it stands for its ``Trail``."""
-    parts = [
-        one if trails[i] is None else _Along(one.name, text) for i, one in enumerate(drafter.drafters)
-    ]
+    parts = [one if trails[i] is None else _Along(one.name, text) for i, one in enumerate(drafter.drafters)]
     names = {one.name: trails[i] for i, one in enumerate(drafter.drafters)}
     known = next((one for one in trails if one is not None), None)
     session = CascadeDrafter(parts, min_confidence=drafter.min_confidence).start(sampler_of(text, params))

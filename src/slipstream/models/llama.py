@@ -221,9 +221,7 @@ class LlamaModel:
         return torch.split(logits, [item.num_logits for item in items])
 
     @torch.inference_mode()
-    def exit_early(
-        self, tokens: Sequence[int], cache: KeyValueCache, layers: int, num_logits: int = 1
-    ) -> Tensor:
+    def exit_early(self, tokens: Sequence[int], cache: KeyValueCache, layers: int, num_logits: int = 1) -> Tensor:
         """Run ``tokens`` through the first ``layers`` only; logits (num_logits, V) of the last ones, from there.
 
         They come behind the cache's length and what earlier calls put there; ``cache.length`` stays as it is, and
