@@ -220,7 +220,7 @@ def test_greedy_rounds_are_replayed_exactly(name: str, k: int) -> None:
 def test_sampled_rounds_agree_with_live_counting(rule: Any, name: str) -> None:
     """The mean over many answers of what is predicted from the target's plain answers and of what is counted live."""
     target, draft = models(2)
-    given, prompt, count = params(temperature=1.0), [1, 5, 2], 150
+    given, prompt, count = params(temperature=1.0), [1, 5, 2], 80
     predicted, lived = [], []
     for seed in range(count):
         plain, _ = decode(target, drafters(draft)[name], prompt, k=0, seed=seed, temperature=1.0, max_new_tokens=24)
@@ -242,7 +242,7 @@ def test_sampled_rounds_agree_with_live_counting(rule: Any, name: str) -> None:
     a, b = torch.tensor(predicted), torch.tensor(lived)
     error = float(torch.sqrt((a.var() + b.var()) / count))
     assert float(a.mean()) == pytest.approx(float(b.mean()), abs=3.5 * error)
-    assert error < 0.45
+    assert error < 0.6
 
 
 def test_exact_match_accepts_less_than_rejection_sampling() -> None:

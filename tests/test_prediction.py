@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -44,13 +45,19 @@ def option(
 ) -> Option:
     """A draft of one constant acceptance; a batch of b makes b n rows of n, which cost what they cost."""
     of = of or costs()
-    cases = [constant_case(alpha, prompt, tokens)]
+    cases = [case(alpha, prompt, tokens)]
 
     def at(batch: int) -> Any:
         return lambda _: of.scaled(batch, lambda n: crowded(n, batch), 1.0 + 0.02 * (batch - 1))
 
     by_batch = {b: {k: predict(cases, k, at(b)) for k in KS} for b in batches}
     return Option("draft", by_batch, of, cases, **more)
+
+
+@cache
+def case(alpha: float, prompt: int, tokens: int) -> Case:
+    """The same object each time, which remembers its rounds."""
+    return constant_case(alpha, prompt, tokens)
 
 
 def crowded(rows: int, batch: int) -> float:
@@ -110,9 +117,9 @@ def test_short_answers_do_not_earn_back_the_prompt() -> None:
 
 def test_copying_reads_no_prompt() -> None:
     of = costs(read=2.0)
-    case = replace(constant_case(ALPHA, 1000, 30, reads=False), prompt=1000)
-    assert times(case, 4, lambda _: of).read == 0
-    assert times(replace(case, reads=True), 4, lambda _: of).read == 2000.0
+    short = replace(constant_case(ALPHA, 1000, 30, reads=False), prompt=1000)
+    assert times(short, 4, lambda _: of).read == 0
+    assert times(replace(short, reads=True), 4, lambda _: of).read == 2000.0
 
 
 def test_a_large_batch_leaves_no_room_for_drafts() -> None:
@@ -187,12 +194,12 @@ def test_costs_by_context_are_a_straight_line() -> None:
 
 def test_times_are_sums_over_rounds() -> None:
     """Two certain rounds of two tokens each: everything by hand."""
-    case = Case("x", "all", 10, 5, True, lambda at: constant_case(1.0, 10, 5).starts(at))
+    one_case = Case("x", "all", 10, 5, True, lambda at: constant_case(1.0, 10, 5).starts(at))
     of = RoundCosts({1: 10.0, 2: 11.0, 3: 13.0}, call=1.0, step=2.0, read=0.5, prompt=0.7)
-    found = times(case, 1, lambda _: of)
+    found = times(one_case, 1, lambda _: of)
     assert found.rounds.count == 2
     assert (found.plain, found.verify, found.draft, found.read, found.first) == pytest.approx((40, 22, 6, 5, 7))
-    one = predict([case], 1, lambda _: of)
+    one = predict([one_case], 1, lambda _: of)
     assert one.speed_up.value == pytest.approx(40 / 33)
     assert one.whole.value == pytest.approx(47 / 40)
     assert one.seconds_per_token == pytest.approx(33 / 4)

@@ -11,15 +11,15 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from slipstream.errors import InputError
 from slipstream.fields import from_json, to_json
 from slipstream.measure.files import write_whole
 
 #: Raised when a reader would have to change; fields may be added without.
-FORMAT = 1
-KIND = "slipstream plan"
+FORMAT: Final = 1
+KIND: Final = "slipstream plan"
 
 Objective = Literal["latency", "throughput"]
 Action = Literal["speculate", "plain"]

@@ -47,8 +47,10 @@ class Pairs:
     """By what ``--draft`` takes."""
     members: dict[str, tuple[str, ...]]
     prompts: tuple[BenchPrompt, ...]
+    target_weights: str
+    """In which the target was loaded."""
     weights: dict[str, str]
-    """In which each model was loaded, by path."""
+    """In which each draft model was loaded, by path."""
 
 
 def parse_drafts(text: str) -> tuple[tuple[str, ...], ...]:
@@ -103,8 +105,8 @@ def load(wanted: Wanted, prompts: Sequence[BenchPrompt]) -> Pairs:
         drafter = make_drafter(given if len(given) > 1 else given[0], loaded)
         drafters[",".join(draft)] = drafter
         parts[",".join(draft)] = draft
-    weights = {name: str(getattr(m, "weights", "unknown")) for name, m in {wanted.target: loaded, **models}.items()}
-    return Pairs(loaded, drafters, parts, tuple(ready), weights)
+    kinds = {name: str(getattr(model, "weights", "unknown")) for name, model in models.items()}
+    return Pairs(loaded, drafters, parts, tuple(ready), str(getattr(loaded, "weights", "unknown")), kinds)
 
 
 def check_room(prompts: Sequence[BenchPrompt], target: Model) -> None:

@@ -7,7 +7,7 @@ from html import escape
 from importlib.util import find_spec
 from pathlib import Path
 
-from slipstream.plan import Candidate, Checked, Estimate, Plan
+from slipstream.plan import Acceptance, Candidate, Checked, Estimate, Plan
 
 _NONE = "-"
 
@@ -61,7 +61,7 @@ def sections(plan: Plan) -> Iterator[tuple[str, list[tuple[str, ...]], str]]:
     if plan.costs:
         yield "Costs in milliseconds", list(_cost_rows(plan)), plan.costs[0].plain_step.how
     if plan.batches:
-        rows = [("requests at a time", "k", "speed-up")]
+        rows: list[tuple[str, ...]] = [("requests at a time", "k", "speed-up")]
         rows += [(str(b.batch), str(b.k), f"{b.speed_up.value:.2f}x") for b in plan.batches]
         yield f"By batch, {short(plan, plan.batches[0].draft)}", rows, plan.batches[-1].speed_up.how
     if plan.load is not None:
@@ -98,7 +98,7 @@ def _category_rows(plan: Plan, choices: Sequence[Candidate]) -> Iterator[tuple[s
 
 def _acceptance_rows(plan: Plan) -> Iterator[tuple[str, ...]]:
     yield ("draft", "rule", "temperature", "top p", "accepted", "position 2", "3", "4")
-    for a in plan.acceptance:
+    for a in shown_rates(plan):
         later = [f"{q.value:.2f}" for q in a.positions[1:4]]
         yield (
             short(plan, a.draft),
@@ -108,6 +108,12 @@ def _acceptance_rows(plan: Plan) -> Iterator[tuple[str, ...]]:
             f"{a.rate.value:.2f} ({a.rate.low:.2f} to {a.rate.high:.2f})",
             *(later + [_NONE] * 3)[:3],
         )
+
+
+def shown_rates(plan: Plan) -> list[Acceptance]:
+    """All rules under the sampling that was asked for, and the asked rule under the others."""
+    a = plan.asked
+    return [r for r in plan.acceptance if r.sampling == a.sampling or r.rule == a.rule]
 
 
 def _cost_rows(plan: Plan) -> Iterator[tuple[str, ...]]:
@@ -197,7 +203,7 @@ def html(plan: Plan) -> str:
     speculate = plan.verdict.action == "speculate"
     advice = "".join(f"<li>{escape(a.what)}</li>" for a in plan.verdict.advice)
     tables = [
-        f'<h2>{escape(title)}</h2><p class="how">{escape(how.capitalize())}.</p>{_html_table(rows)}'
+        f'<h2>{escape(title)}</h2><p class="how">{escape(how[:1].upper() + how[1:])}.</p>{_html_table(rows)}'
         for title, rows, how in sections(plan)
         if len(rows) > 1
     ]
@@ -216,9 +222,12 @@ def html(plan: Plan) -> str:
 
 def _figures(plan: Plan) -> Iterator[tuple[str, str, str]]:
     verdict = plan.verdict
-    yield _with_interval(verdict.speed_up, "x"), "speed-up", verdict.speed_up.how
+    of = "of whole answers" if plan.asked.objective == "latency" else "after the first token"
+    yield _with_interval(verdict.speed_up, "x"), f"speed-up {of}", verdict.speed_up.how
     if plan.validation is not None:
-        yield f"{plan.validation.overall.measured.value:.2f}x", "in a real run", plan.validation.overall.measured.how
+        whole = plan.validation.overall
+        said = f"after the first token, in a real run; {whole.predicted.value:.2f}x was predicted for it"
+        yield f"{whole.measured.value:.2f}x", said, whole.measured.how
     if verdict.acceptance is not None:
         yield f"{verdict.acceptance.value:.0%}", "of draft tokens accepted", verdict.acceptance.how
     if verdict.break_even is not None:

@@ -131,12 +131,13 @@ def open_ledger(subject: Subject, pairs: Pairs, fresh: bool) -> Ledger:
     from slipstream.measure.curves import key_of
     from slipstream.measure.ledger import Ledger, stamp
     from slipstream.measure.planning import job_of
+    from slipstream.models import registry
 
     models = {}
-    for path in pairs.weights:
+    for path in (subject.target.name, *pairs.weights):
         with suppress(OSError):
-            models[path] = stamp(path)
-    about = {"key": asdict(key_of(subject.target)), "weights": pairs.weights}
+            models[path] = stamp(str(registry.resolve(path) or path))
+    about = {"key": asdict(key_of(subject.target)), "weights": [pairs.target_weights, pairs.weights]}
     ledger = Ledger(job_of(subject, models, about), fresh=fresh)
     if ledger.resumed:
         click.echo(f"slipstream: going on from an interrupted run, {ledger.resumed} steps are known", err=True)
@@ -201,9 +202,16 @@ def _wish(task: PlanTask, pairs: Pairs) -> Wish:
     limits = Limits(task.batch, task.objective == "throughput", task.requests_per_second, budget)
     threads = torch.get_num_threads() if pairs.target.device.type == "cpu" else None
     return Wish(
-        limits, task.batches, task.prompts or "the package's own", pairs.members, pairs.weights, task.model, threads,
-        _memory(task, pairs),
-    )  # fmt: skip
+        limits=limits,
+        batches=task.batches,
+        prompts_from=task.prompts or "the package's own",
+        members=pairs.members,
+        target_weights=pairs.target_weights,
+        weights=pairs.weights,
+        target=task.model,
+        threads=threads,
+        memory=_memory(task, pairs),
+    )
 
 
 def _memory(task: PlanTask, pairs: Pairs) -> tuple[int, int | None] | None:
@@ -215,9 +223,8 @@ def _memory(task: PlanTask, pairs: Pairs) -> tuple[int, int | None] | None:
     cpu = pairs.target.device.type == "cpu"
     context = max(len(one.ids) for one in pairs.prompts) + task.max_new_tokens
     try:
-        target = need(describe(task.model), pairs.weights[task.model], Load(context, task.batch, 9, cpu))
-        others = [name for name in pairs.weights if name != task.model]
-        needs = [need(describe(name), pairs.weights[name], Load(context, task.batch, 1, cpu)) for name in others]
+        target = need(describe(task.model), pairs.target_weights, Load(context, task.batch, 9, cpu))
+        needs = [need(describe(n), kind, Load(context, task.batch, 1, cpu)) for n, kind in pairs.weights.items()]
     except (SlipstreamError, KeyError, OSError):
         return None
     most = max((peak(target, one) for one in needs), default=peak(target, None))

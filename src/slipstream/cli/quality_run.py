@@ -117,7 +117,7 @@ def _ledger(task: QualityTask, pairs: Pairs) -> Ledger:
     from slipstream.measure.ledger import Ledger
 
     job = {k: v for k, v in asdict(task).items() if k not in ("out", "as_json", "no_color", "fresh", "limit")}
-    return Ledger(["quality", job, asdict(key_of(pairs.target)), pairs.weights], fresh=task.fresh)
+    return Ledger(["quality", job, asdict(key_of(pairs.target)), pairs.target_weights, pairs.weights], fresh=task.fresh)
 
 
 def _solve(

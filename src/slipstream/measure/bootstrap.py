@@ -39,17 +39,22 @@ def bootstrap(items: Sequence[T], figure: Callable[[Sequence[T]], float], seed: 
 
 
 def bootstrap_ratio(above: Sequence[float], below: Sequence[float], empty: float = 1.0) -> Interval:
-    """The same for sum(above) / sum(below), at once; ``empty`` where there is nothing below.
+    """The same for sum(above) / sum(below), at once; ``empty`` if there is nothing below.
+
+    Draws in which there is nothing below say nothing, and are left out.
 
     >>> bootstrap_ratio([1.0, 2.0, 3.0, 4.0], [1.0, 1.0, 1.0, 1.0])
     Interval(value=2.5, low=1.5, high=3.5)
     """
     counts = _counts(len(above))
     over, under = counts @ np.asarray(above, dtype=float), counts @ np.asarray(below, dtype=float)
-    found = np.sort(np.divide(over, under, out=np.full(len(over), empty), where=under != 0))
     whole = sum(below)
-    value = sum(above) / whole if whole else empty
-    return Interval(value, float(found[_DRAWS // 40]), float(found[-_DRAWS // 40 - 1]))
+    if not whole:
+        return Interval(empty, empty, empty)
+    some = under != 0
+    found = np.sort(over[some] / under[some])
+    edge = len(found) // 40
+    return Interval(sum(above) / whole, float(found[edge]), float(found[-edge - 1]))
 
 
 @lru_cache(maxsize=16)

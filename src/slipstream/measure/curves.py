@@ -15,7 +15,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import median
 from time import perf_counter
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import torch
 
@@ -27,11 +27,11 @@ from slipstream.measure.files import write_whole
 from slipstream.models.base import Item, Model, feed, forward_each
 from slipstream.models.registry import cache_folder
 
-FORMAT = 1
-KIND = "slipstream costs"
+FORMAT: Final = 1
+KIND: Final = "slipstream costs"
 #: Where curves are looked up; a name that the cache of models does not list.
 FOLDER = ".costs"
-ROWS = (*range(1, 10), 12, 16, 20, 24, 28, 32)
+ROWS: tuple[int, ...] = (*range(1, 10), 12, 16, 20, 24, 28, 32)
 BATCHES = (1, 2, 4, 8, 16, 32)
 #: Of batches, rows of each sequence that are measured; more rows in all than so many are predicted.
 _BATCH_ROWS = (1, 2, 3, 5, 9)
@@ -96,7 +96,7 @@ class Curve:
         totals: dict[int, list[float]] = {}
         for cell in self.cells:
             totals.setdefault(cell.rows * cell.batch, []).append(cell.seconds)
-        return interpolated({n: median(some) for n, some in totals.items()}, rows * batch)
+        return interpolated({n: float(median(some)) for n, some in totals.items()}, rows * batch)
 
     def v(self, rows: int, batch: int = 1) -> float:
         """The same, in passes over one token of each of ``batch`` sequences."""
@@ -111,13 +111,13 @@ class Curve:
     def prompt_token(self) -> float:
         """Seconds for each further token of a prompt."""
         if not self.prefill:
-            return self.seconds(ROWS[-1]) / ROWS[-1]
+            return self.seconds(MOST_ROWS) / MOST_ROWS
         longest = max(self.prefill)
         return self.prefill[longest] / longest
 
 
 def interpolated(points: Mapping[int, float], at: int) -> float:
-    """Straight lines between ``points``, beyond the last one in proportion to its slope, before the first its value.
+    """Straight lines between ``points``; beyond the last one its slope, but never falling; before the first its value.
 
     >>> interpolated({1: 10.0, 3: 14.0}, 2), interpolated({1: 10.0, 3: 14.0}, 5)
     (12.0, 18.0)
@@ -129,7 +129,8 @@ def interpolated(points: Mapping[int, float], at: int) -> float:
         return known[0][1]
     after = next((i for i, (n, _) in enumerate(known) if n >= at), len(known) - 1)
     (n, low), (m, high) = known[after - 1], known[after]
-    return low + (high - low) * (at - n) / (m - n)
+    found = low + (high - low) * (at - n) / (m - n)
+    return max(found, high) if at > m else found
 
 
 # --- files ------------------------------------------------------------------------------------------------------------

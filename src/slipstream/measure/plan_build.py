@@ -53,7 +53,9 @@ class Wish:
     batches: tuple[int, ...]
     prompts_from: str
     members: Mapping[str, tuple[str, ...]]
+    target_weights: str
     weights: Mapping[str, str]
+    """Of draft models, by path."""
     target: str
     threads: int | None
     memory: tuple[int, int | None] | None = None
@@ -69,7 +71,8 @@ def acceptances(subject: Subject, found: Gathered) -> list[p.Acceptance]:
     for name, drafter in subject.drafters.items():
         if not _usable(found, drafter):
             continue
-        for number, params in enumerate(subject.all_samplings):
+        # Whether a copy is right does not depend on the sampling, but for the answer, which is the same.
+        for number, params in enumerate(subject.all_samplings if has_model(drafter) else [subject.params]):
             for rule in RULES if _by_model(drafter) and params.temperature > 0 else (subject.rule,):
                 listed.append(_acceptance(subject, found, name, number, rule))
     return listed
@@ -240,7 +243,7 @@ def make_plan(subject: Subject, found: Gathered, wish: Wish, about: Mapping[str,
 def _target(subject: Subject, wish: Wish) -> p.Target:
     model = subject.target
     return p.Target(
-        wish.target, wish.weights[wish.target], str(model.device), wish.threads, model.max_positions, model.vocab_size
+        wish.target, wish.target_weights, str(model.device), wish.threads, model.max_positions, model.vocab_size
     )
 
 
@@ -285,15 +288,13 @@ def verdict(decision: Decision) -> p.Verdict:
     """The decision as it is written down."""
     best, option = decision.prediction, decision.option
     how = SPEED
-    gain: Any = p.Estimate(decision.margin, how, decision.margin_low, decision.margin_high)
+    gain = p.Estimate(decision.margin, how, decision.margin_low, decision.margin_high)
     speed = p.Estimate(1.0, "predicted from plain decoding")
     if decision.speculate and best is not None:
         speed = p.Estimate(1 + decision.margin, how, 1 + decision.margin_low, 1 + decision.margin_high)
     limit = decision.break_even
     advice = tuple(
-        p.Advice(
-            kind, what, None if up is None else p.Estimate(up, "predicted from the costs and an assumed acceptance")
-        )  # type: ignore[arg-type]
+        p.Advice(kind, what, None if up is None else p.Estimate(up, "predicted from costs and an assumed acceptance"))
         for kind, what, up in decision.advice
     )
     replayed = "predicted from the draft's replay along the answers"
@@ -301,7 +302,7 @@ def verdict(decision: Decision) -> p.Verdict:
         action="speculate" if decision.speculate else "plain",
         draft=option.draft if decision.speculate and option is not None else None,
         k=best.k if decision.speculate and best is not None else 0,
-        reason=decision.reason,  # type: ignore[arg-type]
+        reason=decision.reason,
         sentence=decision.sentence,
         speed_up=speed,
         margin=gain,

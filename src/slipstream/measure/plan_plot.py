@@ -101,8 +101,8 @@ def _time(plan: Plan, name: Name) -> Any:
 
 
 def _positions(plan: Plan, name: Name) -> Any:
-    how = "measured here, teacher-forced; given that the ones before were accepted"
-    figure, axes = _axes(f"Acceptance by position ({how})", "position in the draft", "acceptance")
+    title = "Acceptance by position (measured here, teacher-forced)"
+    figure, axes = _axes(title, "position in the draft", "given that the ones before were accepted")
     some = [a for a in plan.acceptance if (a.rule, a.sampling) == (plan.asked.rule, plan.asked.sampling)]
     for number, a in enumerate(one for one in some if one.positions):
         places = range(1, len(a.positions) + 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from statistics import median
@@ -313,7 +314,7 @@ class RealRun:
 
 def run_for_real(subject: Subject, real: RealRun, into: dict[int, list[Point]]) -> Iterator[str]:
     """Plain and speculative in turn on the same prompts; tells before each answer. A warm-up comes first."""
-    drafter, ks, prompts = subject.drafters[real.draft], real.ks, real.prompts
+    drafter, ks, prompts = _copied(subject.drafters[real.draft]), real.ks, real.prompts
     plain = Own(SpeculativeDecoding(subject.target), PLAIN)
     fast = {k: Own(SpeculativeDecoding(subject.target, drafter, k, rule=subject.rule), f"k={k}") for k in ks}
     warm = replace(subject.params, max_new_tokens=min(8, subject.params.max_new_tokens))
@@ -332,6 +333,13 @@ def run_for_real(subject: Subject, real: RealRun, into: dict[int, list[Point]]) 
                 answers[k] = one.answer(prompt, params)
             for k in ks:
                 into.setdefault(k, []).append(_point(prompt, answers[0], answers[k]))
+
+
+def _copied(drafter: Drafter) -> Drafter:
+    """The same with places of its own for clocks around its models."""
+    if isinstance(drafter, CascadeDrafter):
+        return CascadeDrafter([copy(one) for one in drafter.drafters], min_confidence=drafter.min_confidence)
+    return copy(drafter)
 
 
 def _point(prompt: BenchPrompt, plain: Any, fast: Any) -> Point:

@@ -16,7 +16,10 @@ from slipstream.measure.bootstrap import Interval, bootstrap_ratio
 from slipstream.measure.curves import interpolated
 from slipstream.measure.expectation import LoadCurve
 from slipstream.measure.replay import Start, Walk, walk
+from slipstream.plan import AdviceKind, Reason
 
+#: Kind, sentence, speed-up that it would bring.
+Advice = tuple[AdviceKind, str, float | None]
 #: Draft tokens in a round that are looked at.
 KS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16)
 #: A gain below this share is not worth a second model.
@@ -257,15 +260,14 @@ class Decision:
     """The best one, also where it does not pay; None if there is no draft that fits."""
     prediction: Prediction | None
     """Its best k at the batch that is asked for."""
-    reason: str
+    reason: Reason
     sentence: str
     margin: float
     """Its speed-up less 1."""
     margin_low: float
     margin_high: float
     break_even: float | None
-    advice: tuple[tuple[str, str, float | None], ...]
-    """Kind, sentence, speed-up that it would bring."""
+    advice: tuple[Advice, ...]
 
 
 def decide(options: Sequence[Option], limits: Limits) -> Decision:
@@ -297,7 +299,7 @@ def _gain(limits: Limits) -> Callable[[Prediction], Interval]:
     return lambda prediction: prediction.speed_up if limits.throughput else prediction.whole
 
 
-def _reason(option: Option, best: Prediction, limits: Limits, margin: Interval) -> tuple[str, str]:
+def _reason(option: Option, best: Prediction, limits: Limits, margin: Interval) -> tuple[Reason, str]:
     acceptance = best.acceptance.value if best.acceptance else 0.0
     if margin.value > 1 + WORTH:
         if (crossing := _overloaded(option, best, limits)) is not None:
@@ -305,9 +307,10 @@ def _reason(option: Option, best: Prediction, limits: Limits, margin: Interval) 
                 f"Do not speculate: at {limits.rate:g} requests a second plain decoding is faster; "
                 f"{option.draft} pays below {crossing:.3g}."
             )
+        unsure = f" Over prompts like these it is anything from {margin.low:.2f}x on." if margin.low < 1 else ""
         return "pays", (
             f"Speculate with {option.draft} at k = {best.k}: {margin.value:.2f}x as fast "
-            f"({acceptance:.0%} of draft tokens stand, {best.tokens_per_round.value:.1f} tokens a round)."
+            f"({acceptance:.0%} of draft tokens stand, {best.tokens_per_round.value:.1f} tokens a round).{unsure}"
         )
     if limits.batch > 1 and (most := paying_batch(option, limits)) is not None and most < limits.batch:
         return "batch", (
@@ -379,8 +382,8 @@ def _overloaded(option: Option, best: Prediction, limits: Limits) -> float | Non
     return crossing if crossing is not None and limits.rate > crossing else None
 
 
-def _advice(option: Option, best: Prediction, limits: Limits, gain: float) -> list[tuple[str, str, float | None]]:
-    found: list[tuple[str, str, float | None]] = []
+def _advice(option: Option, best: Prediction, limits: Limits, gain: float) -> list[Advice]:
+    found: list[Advice] = []
     first, costs = _first(option), option.costs.ratios
     if option.model and first < LOW_ACCEPTANCE:
         trained = expectation.best(expectation.constant(TRAINED), costs)

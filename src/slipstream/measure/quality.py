@@ -113,7 +113,7 @@ def mcnemar(b: int, c: int) -> float:
     0.0625
     """
     n = b + c
-    tail = sum(comb(n, i) for i in range(min(b, c) + 1)) / 2**n
+    tail = float(sum(comb(n, i) for i in range(min(b, c) + 1)) / 2**n)
     return min(1.0, 2 * tail)
 
 

@@ -23,6 +23,7 @@ class Start:
 
     def passes(self, count: int) -> int:
         """Passes for the first ``count`` tokens."""
+        count = min(count, len(self.reach))
         return sum(self.passed[:count]) if self.passed else count
 
 
