@@ -168,7 +168,7 @@ def main() -> None:
     parser.add_argument("--each", type=int, default=2)
     parser.add_argument("-n", "--max-new-tokens", type=int, default=128)
     parser.add_argument("-t", "--temperature", type=float, default=0.0)
-    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--weights", default="auto")
     parser.add_argument("--draft-weights", default="auto")
     parser.add_argument("--threads", type=int)

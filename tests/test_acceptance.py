@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fakes import TableModel, all_outcomes, decode, greedy, loaded_dice, random_law
+from slipstream import SpeculativeDecoding, load_model
 from slipstream.drafters import CascadeDrafter, ModelDrafter, SuffixDrafter
 from slipstream.measure.acceptance import RULES, Trail, joined, trail
 from slipstream.measure.prompts import BenchPrompt
@@ -318,6 +320,25 @@ def test_a_cascade_counts_only_the_passes_of_its_model() -> None:
     assert first.passes(len(first.reach)) < len(first.reach)
     alone = model_starts(found[1], "block", own=True)(1)  # type: ignore[arg-type]
     assert alone.passes(3) == 3
+
+
+@pytest.mark.real_weights
+def test_real_models_are_replayed_exactly(smollm2: Path) -> None:
+    """SmolLM2 in int8 drafts for itself in fp16: from one pass over the answer follows what a live run counts."""
+    target, draft = load_model(smollm2, weights="fp16"), load_model(smollm2, weights="int8")
+    prompt = tuple(target.tokenizer("The three largest rivers of Europe are")["input_ids"])
+    [text] = answered(target, [BenchPrompt("t", "all", "", prompt)], params(max_new_tokens=40))
+    spec = SpeculativeDecoding(target, draft, 4)
+    found = trails(target, spec.drafter, text, params())
+    live = spec.stream(list(prompt), params(max_new_tokens=40))
+    output = live.finish()
+    if output.tokens != text.answer:
+        pytest.skip("without native kernels passes over several rows round otherwise")
+    predicted = walk(starts_of(spec.drafter, found, text, params(), "block"), len(text.answer), 4, limited=text.limited)
+    later = live.rounds[1:]
+    assert predicted.count == pytest.approx(len(later))
+    assert predicted.accepted == pytest.approx(sum(r.num_accepted for r in later))
+    assert predicted.position(1) is not None
 
 
 def test_an_answer_of_one_token_has_no_rounds() -> None:

@@ -15,7 +15,7 @@ from fakes import TableModel, random_law
 from slipstream import InputError, SpeculativeDecoding, load_model
 from slipstream.cli.main import cli
 from slipstream.controller import Adaptive
-from slipstream.drafters import ModelDrafter, NoDrafter, SuffixDrafter
+from slipstream.drafters import EarlyExitDrafter, ModelDrafter, NoDrafter, SuffixDrafter
 from slipstream.estimates import MOST, Costs
 from slipstream.measure import curves
 from slipstream.measure.curves import Cell, Curve, Key, find, grid, interpolated, keep, key_of, path_of, read
@@ -159,13 +159,23 @@ def test_rounds_are_timed_by_rows_and_drafts(temperature: float) -> None:
     ):
         into = Timed()
         steps = list(time_rounds(Timing(target, drafter, text, 40, params, "block", turns=2), into))
-        costs = into.costs(shared=False)
+        costs, plain = into.costs(), isinstance(drafter, NoDrafter)
         assert len(steps) == 3
-        assert set(costs.verify) == {1, 2, 3, 4, 5, 6, 7, 9, 11, 13, 17}
+        assert set(costs.verify) == ({1, 2, 3, 4, 5, 6, 7, 9, 11, 13, 17} if plain else set())
         assert all(len(some) == 2 for some in into.verify.values())
         assert (len(into.draft) > 1) == has_step
         assert (costs.read > 0) == reads
-        assert costs.prompt > 0
+        assert (costs.prompt > 0) == plain
+
+
+def test_early_exit_is_timed_with_its_own_verifications(tiny_checkpoint: Path) -> None:
+    target: Any = load_model(tiny_checkpoint, weights="fp32")
+    into = Timed()
+    text = tuple(5 + i % 9 for i in range(60))
+    drafter = EarlyExitDrafter(target, 1)
+    list(time_rounds(Timing(target, drafter, text, 40, SamplingParams(), "block", turns=2), into))
+    assert set(into.costs().verify) == {2, 3, 5, 9}
+    assert into.costs().read == 0
 
 
 # --- the controller ---------------------------------------------------------------------------------------------------

@@ -36,6 +36,8 @@ BATCHES = (1, 2, 4, 8, 16, 32)
 #: Of batches, rows of each sequence that are measured; more rows in all than so many are predicted.
 _BATCH_ROWS = (1, 2, 3, 5, 9)
 MOST_ROWS = 96
+#: All sequences but the first are at most so long, since reading them takes longer than what is measured.
+_BATCH_CONTEXT = 64
 PREFILL = (32, 128)
 TURNS = 5
 
@@ -276,9 +278,9 @@ def passes(model: Model, tokens: Sequence[int], context: int, cells: Sequence[tu
     cycle = [min(t, model.embedding_size - 1) for t in tokens]
     cycle *= 1 + (context + longest) // len(cycle)
     caches = []
-    for _ in range(batches):
+    for number in range(batches):
         cache = model.new_cache()
-        feed(model, cycle[:context], cache, 0)
+        feed(model, cycle[: min(context, _BATCH_CONTEXT) if number else context], cache, 0)
         caches.append(cache)
     after = cycle[context:]
     room = longest if limit is None else limit - context

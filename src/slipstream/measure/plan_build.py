@@ -20,6 +20,7 @@ from slipstream.measure.planning import (
     Subject,
     batched,
     cases,
+    collapsed,
     costs_at,
     starts,
 )
@@ -364,8 +365,9 @@ def validation(made: Made, subject: Subject, found: Gathered, points: Sequence[P
 
 def checked(category: str, predicted: Interval, points: Sequence[Point]) -> p.Checked:
     """One prediction beside its measurement."""
-    measured = bootstrap_ratio([one.plain for one in points], [one.fast for one in points])
-    how = f"measured here: {len(points)} answers, plain and speculative in turn"
+    some = collapsed(points)
+    measured = bootstrap_ratio([one.plain for one in some], [one.fast for one in some])
+    how = f"measured here: {len(points)} answers to {len(some)} prompts, plain and speculative in turn"
     return p.Checked(
         category, estimate(predicted, SPEED), estimate(measured, how), predicted.value / measured.value - 1
     )

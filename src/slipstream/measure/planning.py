@@ -28,6 +28,7 @@ from slipstream.measure.texts import (
     draft_logits,
     given_answers,
     groups,
+    has_model,
     in_order,
     members_of,
     reads_prompt,
@@ -42,6 +43,8 @@ from slipstream.types import SamplingParams
 
 #: Name of the rounds without a draft.
 PLAIN = "plain"
+#: The same with forced drafts that have distributions, if a model's drafts are sampled.
+DRAWN = "plain, drawn"
 
 
 @dataclass(frozen=True)
@@ -172,6 +175,8 @@ def contexts(texts: Sequence[Text], limit: int | None) -> list[int]:
 def gather_rounds(subject: Subject, ledger: Ledger, into: Gathered, turns: int = ROUND_TURNS) -> Iterator[str]:
     """What rounds take: of every base drafter, and without one. All are in each other's turns."""
     bases: dict[str, Drafter] = {PLAIN: NoDrafter(), **subject.bases}
+    if subject.params.temperature > 0 and any(map(has_model, bases.values())):
+        bases[DRAWN] = NoDrafter()
     bases = {name: one for name, one in bases.items() if name not in into.failed}
     for context in contexts(into.texts, _limit(subject)):
         name = f"rounds {context}"
@@ -180,7 +185,7 @@ def gather_rounds(subject: Subject, ledger: Ledger, into: Gathered, turns: int =
         else:
             timed = {base: Timed() for base in bases}
             yield from _time_together(subject, bases, context, timed, into, turns)
-            done = {b: to_json(t.costs(shared=b.startswith("early-exit"))) for b, t in timed.items()}
+            done = {b: to_json(t.costs()) for b, t in timed.items()}
             ledger.put(name, {b: costs for b, costs in done.items() if b not in into.failed})
         for base, entry in ledger[name].items():
             into.rounds.setdefault(base, []).append((context, from_json(RoundCosts, entry, name)))
@@ -191,7 +196,7 @@ def _time_together(
 ) -> Iterator[str]:
     text = _long_text(into.texts, context + max(ROWS))
     running = {
-        base: time_rounds(Timing(subject.target, one, text, context, subject.params, subject.rule, turns), timed[base])
+        base: time_rounds(_timing(subject, one, text, context, turns, drawn=base == DRAWN), timed[base])
         for base, one in bases.items()
     }
     while running:
@@ -203,6 +208,12 @@ def _time_together(
             except SlipstreamError as error:
                 into.failed[base] = str(error)
                 del running[base]
+
+
+def _timing(
+    subject: Subject, drafter: Drafter, text: tuple[int, ...], context: int, turns: int, *, drawn: bool
+) -> Timing:
+    return Timing(subject.target, drafter, text, context, subject.params, subject.rule, turns, drawn)
 
 
 def _limit(subject: Subject) -> int | None:
@@ -230,10 +241,11 @@ def _together(found: Gathered, drafter: Drafter, place: int, plain: RoundCosts) 
     parts = [found.rounds[one.name][place][1] for one in members_of(drafter)]
     models = [p for p, one in zip(parts, members_of(drafter), strict=True) if not isinstance(one, SuffixDrafter)]
     copying = sum(p.call + p.step for p in parts if p not in models)
-    own = models[0].verify if len(parts) == 1 and models and members_of(drafter)[0].name.startswith("early") else None
+    own = models[0].verify if len(parts) == 1 and models else {}
+    common = found.rounds[DRAWN][place][1].verify if models and DRAWN in found.rounds else plain.verify
     # A copier is asked again behind each token of a model.
     return RoundCosts(
-        verify=own or plain.verify,
+        verify={1: plain.plain} | dict(own or {n: v for n, v in common.items() if n > 1}),
         call=sum(p.call for p in models) + copying,
         step=sum(p.step for p in models) + (copying if models else 0.0),
         read=sum(p.read for p in models),
@@ -333,6 +345,17 @@ def run_for_real(subject: Subject, real: RealRun, into: dict[int, list[Point]]) 
                 answers[k] = one.answer(prompt, params)
             for k in ks:
                 into.setdefault(k, []).append(_point(prompt, answers[0], answers[k]))
+
+
+def collapsed(points: Sequence[Point]) -> list[Point]:
+    """One point a prompt: of its repeats the medians, so that a bad moment of the machine does not count."""
+    by_prompt: dict[str, list[Point]] = {}
+    for point in points:
+        by_prompt.setdefault(point.prompt, []).append(point)
+    return [
+        replace(some[0], plain=median(p.plain for p in some), fast=median(p.fast for p in some))
+        for some in by_prompt.values()
+    ]
 
 
 def _copied(drafter: Drafter) -> Drafter:

@@ -103,11 +103,9 @@ class Timed:
     prompt: list[float] = field(default_factory=list)
     """Of the target."""
 
-    def costs(self, *, shared: bool) -> RoundCosts:
-        """Medians; ``shared``: a draft leaves work behind that its verification need not do, so only ``own`` counts."""
-        plain = {1: median(self.verify[1])} if self.verify.get(1) else {}
-        source = plain | {n: median(some) for n, some in self.own.items()} if shared and self.own else None
-        verify = source or {n: median(some) for n, some in self.verify.items() if some}
+    def costs(self) -> RoundCosts:
+        """Medians. Where a draft leaves work behind that its verification need not do, its own verifications count."""
+        verify = {n: median(some) for n, some in (self.own or self.verify).items() if some}
         points = [(k, seconds) for k, some in self.draft.items() for seconds in some]
         call, step = fitted_line(points) or (0.0, 0.0)
         read, prompt = (median(some) if some else 0.0 for some in (self.read, self.prompt))
@@ -126,6 +124,13 @@ class Timing:
     params: SamplingParams
     rule: str
     turns: int = TURNS
+    drawn: bool = False
+    """Whether forced drafts have distributions, as those of a model that samples."""
+
+    @property
+    def verifies(self) -> bool:
+        """Whether it is there for verifications, which do not depend on the drafter."""
+        return isinstance(self.drafter, NoDrafter)
 
 
 def time_rounds(timing: Timing, into: Timed) -> Iterator[str]:
@@ -133,12 +138,12 @@ def time_rounds(timing: Timing, into: Timed) -> Iterator[str]:
 
     The first turn is not counted: it pays for what happens only once.
     """
-    start, drawn = timing.text[: timing.context], timing.params.temperature > 0 and has_model(timing.drafter)
-    forced = Forced(timing.text, timing.target.vocab_size, drawn=drawn)
+    start = timing.text[: timing.context]
+    forced = Forced(timing.text, timing.target.vocab_size, drawn=timing.drawn)
     make: Any = lambda drafter: Place.make(timing.target, drafter, start, timing.params, timing.rule)  # noqa: E731
     verifying, drafting = make(forced), make(timing.drafter)
     longest = len(timing.text) - timing.context
-    rows = [n for n in ROWS if n - 1 <= longest]
+    rows = [n for n in ROWS if n - 1 <= longest] if timing.verifies else []
     for turn in range(-1, timing.turns):
         yield f"{timing.drafter.name or 'plain'}: rounds behind {timing.context} tokens"
         keep = turn >= 0
@@ -146,11 +151,10 @@ def time_rounds(timing: Timing, into: Timed) -> Iterator[str]:
             n = rows[(i + turn) % len(rows)]
             done = verifying.round(n - 1)
             into.verify.setdefault(n, []).extend([done.total_seconds - done.draft_seconds] * keep)
-        if not isinstance(timing.drafter, NoDrafter):
+        if not timing.verifies:
             _time_drafts(drafting, timing, into, keep=keep)
         if turn in (-1, 0, timing.turns - 1):
             _time_reading(timing, into, keep=keep)
-    into.verify = {n: some for n, some in into.verify.items() if some}
 
 
 def _time_drafts(place: Place, timing: Timing, into: Timed, *, keep: bool) -> None:
@@ -167,10 +171,11 @@ def _time_drafts(place: Place, timing: Timing, into: Timed, *, keep: bool) -> No
 def _time_reading(timing: Timing, into: Timed, *, keep: bool) -> None:
     """How long target and draft model read a prompt as long as the context."""
     tokens = timing.text[: timing.context]
-    start = perf_counter()
-    feed(timing.target, tokens, timing.target.new_cache(), 1)
-    synchronize(timing.target.device)
-    into.prompt.extend([(perf_counter() - start) / len(tokens)] * keep)
+    if timing.verifies:
+        start = perf_counter()
+        feed(timing.target, tokens, timing.target.new_cache(), 1)
+        synchronize(timing.target.device)
+        into.prompt.extend([(perf_counter() - start) / len(tokens)] * keep)
     if not reads_prompt(timing.drafter):
         return
     session = timing.drafter.start(Sampler(replace(timing.params, seed=0), len(tokens), (), 0))
