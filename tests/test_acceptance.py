@@ -29,7 +29,7 @@ from slipstream.measure.texts import (
     target_logits,
     trail_of,
 )
-from slipstream.types import SamplingParams
+from slipstream.types import Draft, SamplingParams
 from slipstream.verify import verify
 
 VOCAB = 3
@@ -65,6 +65,11 @@ def test_rates_of_one_position_by_hand() -> None:
     assert found.rates("exact match") == pytest.approx((0.5 * 0.2 + 0.3 * 0.2 + 0.2 * 0.6,))
     assert found.ratio == pytest.approx((0.4,))
     assert found.hit == (False,)
+
+
+def test_who_proposes_nothing_is_never_right() -> None:
+    found = trail(torch.tensor([[0.5, 0.3, 0.2]]), torch.zeros(1, 3), [0])
+    assert (found.alpha, found.ratio, found.greedy, found.hit, found.exact) == ((0,), (0,), (0,), (False,), (0,))
 
 
 @given(st.integers(0, 10_000))
@@ -222,7 +227,7 @@ def test_greedy_rounds_are_replayed_exactly(name: str, k: int) -> None:
 def test_sampled_rounds_agree_with_live_counting(rule: Any, name: str) -> None:
     """The mean over many answers of what is predicted from the target's plain answers and of what is counted live."""
     target, draft = models(2)
-    given, prompt, count = params(temperature=1.0), [1, 5, 2], 80
+    given, prompt, count = params(temperature=1.0), [1, 5, 2], 60
     predicted, lived = [], []
     for seed in range(count):
         plain, _ = decode(target, drafters(draft)[name], prompt, k=0, seed=seed, temperature=1.0, max_new_tokens=24)
@@ -244,7 +249,7 @@ def test_sampled_rounds_agree_with_live_counting(rule: Any, name: str) -> None:
     a, b = torch.tensor(predicted), torch.tensor(lived)
     error = float(torch.sqrt((a.var() + b.var()) / count))
     assert float(a.mean()) == pytest.approx(float(b.mean()), abs=3.5 * error)
-    assert error < 0.6
+    assert error < 0.8
 
 
 def test_exact_match_accepts_less_than_rejection_sampling() -> None:
@@ -308,6 +313,55 @@ def _sampler() -> Any:
     return Sampler(params(), 4, (), 0)
 
 
+class OneCopy:
+    """Proposes one token at the start of a draft."""
+
+    name = "copy"
+    copies = True
+
+    def __init__(self, token: int) -> None:
+        self._token = token
+
+    def start(self, sampler: Any) -> OneCopy:
+        return self
+
+    def draft(self, tokens: Any, k: int) -> Draft:
+        return self.draft_after(tokens, (), k)
+
+    def draft_after(self, tokens: Any, drafted: Any, k: int) -> Draft:
+        return Draft(ended="no match") if drafted else Draft((self._token,))
+
+
+@pytest.mark.parametrize("rule", ["token", "block"])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_copy_before_a_models_token_follows_the_law_of_the_accept_rule(
+    rule: Any, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under the block rule a copy that the target likes little makes up for nothing, and one that stands for much."""
+    p, q, copied = distributions(seed), distributions(seed + 50), seed % VOCAB
+    rows = lambda tokens: torch.stack([p([0]), p([0, tokens[0]]), p([0, *tokens[:2]])])  # noqa: E731
+
+    def program(dice: Any) -> int:
+        loaded_dice(monkeypatch, dice)
+        one_hot = torch.eye(VOCAB, dtype=torch.float64)[copied]
+        second = q([0, copied])
+        tokens = [copied, dice.choose(second.tolist())]
+        return verify(rows(tokens), tokens, torch.stack([one_hot, second]), None, rule).num_accepted
+
+    live = all_outcomes(program)
+    monkeypatch.undo()
+    model = ModelDrafter(TableModel(lambda t: q(t).log(), VOCAB), VOCAB)
+    cascade = CascadeDrafter([OneCopy(copied), model])
+    expected = [0.0, 0.0]
+    for words in product(range(VOCAB), repeat=2):
+        text = Text("t", "all", (0,), words, own=True, limited=False)
+        found = along(p, q, words)
+        reach = cascade_starts(cascade, [None, found], text, params(temperature=1.0), rule)(0).reach
+        expected = [e + likelihood(p, words) * r for e, r in zip(expected, reach, strict=True)]
+    for i in (1, 2):
+        assert expected[i - 1] == pytest.approx(sum(often for n, often in live.items() if n >= i), abs=1e-12)
+
+
 def test_a_cascade_counts_only_the_passes_of_its_model() -> None:
     target, draft = models(5)
     prompt = [1, 5, 2, 1, 5, 2, 1, 5]
@@ -324,13 +378,13 @@ def test_a_cascade_counts_only_the_passes_of_its_model() -> None:
 
 @pytest.mark.real_weights
 def test_real_models_are_replayed_exactly(smollm2: Path) -> None:
-    """SmolLM2 in int8 drafts for itself in fp16: from one pass over the answer follows what a live run counts."""
-    target, draft = load_model(smollm2, weights="fp16"), load_model(smollm2, weights="int8")
+    """SmolLM2's first layers draft: from one pass over the answer follows what a live run counts."""
+    target = load_model(smollm2)
     prompt = tuple(target.tokenizer("The three largest rivers of Europe are")["input_ids"])
-    [text] = answered(target, [BenchPrompt("t", "all", "", prompt)], params(max_new_tokens=40))
-    spec = SpeculativeDecoding(target, draft, 4)
+    [text] = answered(target, [BenchPrompt("t", "all", "", prompt)], params(max_new_tokens=32))
+    spec = SpeculativeDecoding(target, "early-exit:28", 4)
     found = trails(target, spec.drafter, text, params())
-    live = spec.stream(list(prompt), params(max_new_tokens=40))
+    live = spec.stream(list(prompt), params(max_new_tokens=32))
     output = live.finish()
     if output.tokens != text.answer:
         pytest.skip("without native kernels passes over several rows round otherwise")

@@ -169,6 +169,16 @@ def test_an_interrupted_plan_goes_on_where_it_was(
     assert not list((here / "cache" / ".work").glob("*"))
 
 
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_a_draft_with_another_tokenizer(
+    here: Path, tiny_checkpoint: Path, other_tokenizer_checkpoint: Path, temperature: int
+) -> None:
+    plan, _ = plan_of(here, tiny_checkpoint, str(other_tokenizer_checkpoint), "-t", temperature, "--limit", 2)
+    assert plan.drafts[0].failed is None
+    assert plan.validation is not None
+    assert {c.draft for c in plan.candidates} == {str(other_tokenizer_checkpoint)}
+
+
 def test_given_answers_are_used_as_they_are(here: Path, tiny_checkpoint: Path) -> None:
     rows = [{"id": "a", "prompt": "in the", "answer": "the and the and the and"}]
     (here / "prompts.jsonl").write_text("\n".join(json.dumps(row) for row in rows))

@@ -63,12 +63,12 @@ def test_programs_are_kept_within_bounds(code: str, outcome: str, monkeypatch: p
 
 def test_what_a_program_started_does_not_outlive_it(tmp_path: Path) -> None:
     sign = tmp_path / "alive"
-    later = f"import time; time.sleep(3); open({str(sign)!r}, 'w')"
+    later = f"import time; time.sleep(1); open({str(sign)!r}, 'w')"
     code = f"import subprocess, sys\nsubprocess.Popen([sys.executable, '-c', {later!r}])"
     run_program(code)
     import time
 
-    time.sleep(4)
+    time.sleep(1.8)
     assert not sign.exists()
 
 

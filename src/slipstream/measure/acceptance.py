@@ -78,16 +78,16 @@ class Trail:
 
 
 def trail(target_probs: Tensor, draft_probs: Tensor, tokens: Sequence[int]) -> Trail:
-    """What P (n, V) and q (n, V) say of the text ``tokens`` (n,), row by row."""
+    """What P (n, V) and q (n, V) say of the text ``tokens`` (n,), row by row; a q of zeros proposes nothing."""
     p, q = target_probs.to(torch.float64), draft_probs.to(torch.float64)
     index = torch.tensor(tokens, dtype=torch.long, device=p.device).unsqueeze(1)
     at_p, at_q = (rows.gather(1, index).squeeze(1) for rows in (p, q))
-    best = q.argmax(dim=1, keepdim=True)
+    best, proposes = q.argmax(dim=1, keepdim=True), q.amax(dim=1) > 0
     return Trail(
         alpha=_row(torch.minimum(p, q).sum(dim=1)),
         ratio=_row(at_q / at_p.clamp(min=_TINY)),
-        greedy=_row(p.gather(1, best).squeeze(1)),
-        hit=tuple((best == index).squeeze(1).tolist()),
+        greedy=_row(p.gather(1, best).squeeze(1) * proposes),
+        hit=tuple(((best == index).squeeze(1) & proposes).tolist()),
         exact=_row((p * q).sum(dim=1)),
         draft=_row(at_q),
         target=_row(at_p),
