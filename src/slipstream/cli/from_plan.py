@@ -27,7 +27,10 @@ def apply_plan(ctx: click.Context, options: dict[str, Any]) -> None:
         return
     from slipstream.plan import load
 
-    for name, value in recommended(load(file)).items():
+    plan = load(file)
+    if options.get("model") not in (None, plan.target.model):
+        click.echo(f"slipstream: the plan is of {plan.target.model}, not of {options['model']}", err=True)
+    for name, value in recommended(plan).items():
         if name in options and not _given(ctx, name):
             options[name] = value
 
