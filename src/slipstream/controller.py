@@ -8,7 +8,7 @@ a token that it may still leave out, except a copied one, which is a function of
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import isnan
 from threading import Lock
@@ -198,6 +198,10 @@ class Adaptive:
 
     def __init__(self, *, shared: bool = True) -> None:
         self.shared = shared
+        self.shape: Mapping[int, float] = {}
+        """v(n) as it was measured earlier on this machine; set before the first request."""
+        self.step: float | None = None
+        """A draft step, in plain target passes, as it was measured earlier."""
         self._lock = Lock()
         self._knowledge: dict[bool, Knowledge] = {}
 
@@ -205,13 +209,16 @@ class Adaptive:
         """Begin one request."""
         stepwise = hasattr(session, "gate")
         step = _STEP_OF_MODEL if stepwise else _STEP_OF_COPY
-        if repeatable:
+        if repeatable:  # by nominal costs, whatever was measured
             own = Knowledge(Costs(step, fixed=True))
-        elif isolated or not self.shared:
-            own = Knowledge(Costs(step))
+            return AdaptiveController(own, session, drafter)
+        if stepwise and self.step is not None:
+            step = self.step
+        if isolated or not self.shared:
+            own = Knowledge(Costs(step, shape=self.shape))
         else:
             with self._lock:
-                own = self._knowledge.setdefault(stepwise, Knowledge(Costs(step)))
+                own = self._knowledge.setdefault(stepwise, Knowledge(Costs(step, shape=self.shape)))
         return AdaptiveController(own, session, drafter)
 
 

@@ -91,7 +91,7 @@ class Decoder:
         progress = self.begin(prompt, ended, self.target.new_cache())
         try:
             while not progress.done:
-                yield self._round(progress)
+                yield self.round(progress)
         finally:  # also when the generator is closed half-way
             self.close(progress)
 
@@ -179,7 +179,8 @@ class Decoder:
             sources=draft.sources or (self.drafter,) * len(draft.tokens),
         )
 
-    def _round(self, progress: Progress) -> Round:
+    def round(self, progress: Progress) -> Round:
+        """One round of one request: draft, read, settle."""
         start = perf_counter()
         asked = self.ask(progress)
         proposal = self.cut(self.session.draft(progress.tokens, asked), asked) if asked else Proposal()

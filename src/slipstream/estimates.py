@@ -6,7 +6,7 @@ Both are learned from the rounds themselves, start from a sane guess, and forget
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from statistics import median
@@ -37,11 +37,13 @@ class Costs:
     Args:
         step: guess of a draft step, in plain target passes.
         fixed: never learn. Costs are then in plain target passes.
+        shape: v(n) by n as it was measured earlier, in plain target passes: where nothing is known of n yet.
     """
 
-    def __init__(self, step: float, *, fixed: bool = False) -> None:
+    def __init__(self, step: float, *, fixed: bool = False, shape: Mapping[int, float] | None = None) -> None:
         self.fixed = fixed
         self._guess = step
+        self._shape = dict(shape or {})
         self._passes: dict[int, deque[float]] = {}
         self._seen: dict[int, int] = {}
         self._rounds = 0
@@ -66,7 +68,9 @@ class Costs:
 
     def most(self) -> int:
         """The longest draft to risk: twice what was tried, since nobody knows what lies beyond."""
-        return MOST if self.fixed else min(MOST, max(8, 2 * max(self._seen, default=0)))
+        if self.fixed:
+            return MOST
+        return min(MOST, max(8, 2 * max(self._seen, default=0), max(self._shape, default=1) - 1))
 
     def verified(self, rows: int, seconds: float) -> None:
         """A target pass over ``rows`` tokens took ``seconds``."""
@@ -102,13 +106,27 @@ class Costs:
         return self._wide[n] * (rows / n if n else 1.0)
 
     def _points(self) -> list[tuple[int, float]]:
-        return _monotone([(n, median(s), len(s)) for n, s in sorted(self._passes.items())])
+        points = {n: (median(s), float(len(s))) for n, s in self._passes.items()}
+        if self._shape:
+            # Relative to what passes take now: the machine may be slower than it was then.
+            base = median(s / self._shaped(n) for n, (s, _) in points.items()) if points else 1.0
+            points = {n: (base * v, _EARLIER) for n, v in self._shape.items()} | points
+        return _monotone((n, s, weight) for n, (s, weight) in sorted(points.items()))
+
+    def _shaped(self, rows: int) -> float:
+        """v as it was measured earlier, between and beyond by straight lines."""
+        known = sorted(({1: 1.0} | self._shape).items())
+        if len(known) == 1:
+            return known[0][1]
+        after = next((i for i, (n, _) in enumerate(known) if n >= rows), len(known) - 1)
+        (n, low), (m, high) = known[max(after, 1) - 1], known[max(after, 1)]
+        return max(low + (high - low) * (rows - n) / (m - n), known[0][1])
 
     def draft(self) -> DraftCost:
         """What a draft takes."""
         if self._draft is None:
             plain = self.verify()[1]
-            call, step = _line([(p, s) for p, _, s in self._drafts if p]) or (0.0, self._guess * plain)
+            call, step = fitted_line([(p, s) for p, _, s in self._drafts if p]) or (0.0, self._guess * plain)
             if not any(p for p, _, _ in self._drafts) and self._drafts:
                 call = median(s for _, _, s in self._drafts)
             reads = [max(0.0, s - call - step * p) / m for p, m, s in self._reading]
@@ -116,12 +134,14 @@ class Costs:
         return self._draft
 
 
+#: What a row count that was measured earlier weighs against those that are measured now.
+_EARLIER = 0.5
 #: Beyond so many rows, costs are taken to be in proportion to them.
 _WIDEST = 2048
 _GUESSED = tuple(1 + _ROW * (max(n, 1) - 1) for n in range(_WIDEST + 1))
 
 
-def _monotone(points: Iterable[tuple[int, float, int]]) -> list[tuple[int, float]]:
+def _monotone(points: Iterable[tuple[int, float, float]]) -> list[tuple[int, float]]:
     """The nearest never falling values to ``(n, value, weight)``: pool adjacent violators."""
     pools: list[tuple[list[int], float, float]] = []
     for n, value, weight in points:
@@ -157,7 +177,7 @@ def _filled(points: Sequence[tuple[int, float]], count: int) -> tuple[float, ...
     return tuple(values)
 
 
-def _line(points: Sequence[tuple[int, float]]) -> tuple[float, float] | None:
+def fitted_line(points: Sequence[tuple[int, float]]) -> tuple[float, float] | None:
     """Intercept and slope, neither negative, of seconds over passes: Theil and Sen's medians; None without points."""
     if not points:
         return None

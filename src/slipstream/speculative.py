@@ -17,6 +17,7 @@ from slipstream.drafters import is_name, make_drafter
 from slipstream.engine import Engine
 from slipstream.errors import InputError
 from slipstream.goodput import Goodput
+from slipstream.measure.curves import begin_with_measured
 from slipstream.models.base import Model
 from slipstream.models.load import Checkpoint, open_checkpoint, open_draft
 from slipstream.models.vocabulary import check_pair
@@ -97,6 +98,8 @@ class SpeculativeDecoding:
         validate(self.defaults, self.target.vocab_size)
         self.tokenizer = tokenizer if tokenizer is not None else self.target.tokenizer
         self.drafter = make_drafter(_each(draft, _loaded), self.target)
+        if type(k) is str and isinstance(self.policy, Adaptive):
+            begin_with_measured(self.policy, self.target, self.drafter)
 
     def generate(
         self,

@@ -12,6 +12,7 @@ Examples:
   slipstream cost --requests-per-day 1e6 --tokens-per-second 900 --server runpod-h100 \\
       --acceptance 0.49 --trained-acceptance 0.72 --draft-cost 0.1 --row-cost 0.03 --training 600 --html cost.html
   slipstream cost --from result.json --requests-per-day 5000 --price 0.35
+  slipstream cost --plan plan.json --requests-per-day 5000 --price 0.35
   slipstream cost --list-prices
 
 Every figure says how it was obtained: measured, predicted from others, or assumed (an option or a default).
@@ -20,6 +21,7 @@ Every figure says how it was obtained: measured, predicted from others, or assum
 
 @click.command("cost", epilog=_EXAMPLES)
 @click.option("--from", "measured", metavar="FILE", help="What `slipstream bench --out FILE` measured.")
+@click.option("--plan", metavar="FILE", help="What `slipstream plan` found, at its batch.")
 @click.option("--contender", metavar="NAME", help="Which of its rows; default: its best.")
 @click.option("--requests-per-day", type=float, metavar="R", help="The load.")
 @click.option("--tokens-per-request", type=float, metavar="N", help="Tokens of an answer (default: 250).")

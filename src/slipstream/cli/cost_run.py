@@ -15,6 +15,8 @@ from slipstream.economics import Figure, Service, find_price, read_prices, throu
 from slipstream.errors import InputError
 from slipstream.measure.expectation import Costs, acceptance_for, best, break_even, constant, speed_up
 from slipstream.measure.files import check_writable, write_whole
+from slipstream.plan import Estimate, Plan
+from slipstream.plan import load as load_plan
 
 _TOKENS = 250.0
 
@@ -24,6 +26,7 @@ class CostTask:
     """The options as given."""
 
     measured: str | None = None
+    plan: str | None = None
     contender: str | None = None
     requests_per_day: float | None = None
     tokens_per_request: float | None = None
@@ -59,6 +62,10 @@ class Measured:
     acceptance: float | None
     k: int | None
     costs: Costs | None
+    tokens_a_request: float | None = None
+    notes: tuple[str, ...] = (
+        "Throughput was measured with one request at a time. A server that batches has more of it, and less speed-up.",
+    )
 
 
 @dataclass
@@ -102,11 +109,11 @@ def make_report(task: CostTask) -> Report:
         InputError: something is missing, or has no meaning.
     """
     inputs = Inputs()
-    measured = read_measured(task.measured, task.contender) if task.measured else None
+    measured = _read(task)
     if task.requests_per_day is None:
         raise InputError("the load is missing; say how many requests come with --requests-per-day")
     requests = inputs.put("requests a day", task.requests_per_day, "assumed: --requests-per-day")
-    tokens = _given(inputs, "tokens a request", task.tokens_per_request, "--tokens-per-request", _TOKENS)
+    tokens = _tokens(task, inputs, measured)
     utilisation = _given(inputs, "utilisation", task.utilisation, "--utilisation", 1.0)
     price = _price(task, inputs)
     costs, k = _costs(task, inputs, measured)
@@ -162,6 +169,13 @@ def _list_prices(task: CostTask) -> None:
 def _given(inputs: Inputs, name: str, value: float | None, option: str, default: float) -> float:
     how = f"assumed: {option}" if value is not None else f"assumed (default; {option} says otherwise)"
     return inputs.put(name, default if value is None else value, how)
+
+
+def _tokens(task: CostTask, inputs: Inputs, measured: Measured | None) -> float:
+    """Of an answer; a plan knows how long answers are."""
+    if task.tokens_per_request is None and measured is not None and measured.tokens_a_request is not None:
+        return inputs.put("tokens a request", measured.tokens_a_request, measured.how)
+    return _given(inputs, "tokens a request", task.tokens_per_request, "--tokens-per-request", _TOKENS)
 
 
 def _price(task: CostTask, inputs: Inputs) -> float:
@@ -248,9 +262,7 @@ def _throughput(task: CostTask, inputs: Inputs, measured: Measured | None, servi
         raise InputError(
             "what a server can do is missing; give --tokens-per-second, or --servers if that many are just used up now"
         )
-    inputs.notes.append(
-        "Throughput was measured with one request at a time. A server that batches has more of it, and less speed-up."
-    )
+    inputs.notes.extend(measured.notes)
     return inputs.put(name, measured.plain_tokens_a_second, measured.how)
 
 
@@ -259,6 +271,51 @@ def _acceptance_to_save(wanted: float | None, costs: Costs | None, k: int | None
 
 
 # --- measurements -----------------------------------------------------------------------------------------------------
+
+
+def _read(task: CostTask) -> Measured | None:
+    if task.plan and task.measured:
+        raise InputError("--plan and --from both say what was measured; leave one out")
+    if task.plan:
+        return of_plan(load_plan(task.plan), Path(task.plan).name)
+    return read_measured(task.measured, task.contender) if task.measured else None
+
+
+def of_plan(plan: Plan, file: str) -> Measured:
+    """What a plan says of the way that it recommends."""
+    costs = next((c for c in plan.costs if c.draft == plan.verdict.draft), plan.costs[0] if plan.costs else None)
+    if costs is None:
+        raise InputError(f"the plan {file!r} has no costs, since every draft dropped out; make it anew")
+    batch, chosen = plan.asked.batch, plan.candidate
+    alone = costs.plain_step.value
+    # A candidate's time and speed-up together give plain's time at its batch.
+    plain_token = alone if chosen is None else chosen.seconds_per_token.value * chosen.speed_up.value
+    tokens, prompt = _value(plan.asked.answer_tokens), _value(plan.asked.prompt_tokens)
+    reading = (prompt or 0.0) * _value_or(costs.prompt_token) * (batch if chosen is not None else 1)
+    seconds = plain_token * (tokens or _TOKENS) + reading
+    at = batch if chosen is not None else 1
+    step = _value_or(costs.draft_step)
+    notes = [f"Speed-up and throughput are at a batch of {at}, as the plan has them; both are predicted."]
+    if plan.verdict.action == "plain":
+        notes.append(plan.verdict.sentence)
+    return Measured(
+        how=f"predicted from the plan {file} ({plan.created[:10]})",
+        speed_up=plan.verdict.speed_up.value,
+        plain_tokens_a_second=at * (tokens or _TOKENS) / seconds,
+        acceptance=plan.accepted(chosen.draft).rate.value if chosen and plan.accepted(chosen.draft) else None,  # type: ignore[union-attr]
+        k=plan.verdict.k or None,
+        costs=Costs(step / alone, {n: e.value / alone for n, e in costs.verify.items()}) if plan.verdict.k else None,
+        tokens_a_request=tokens,
+        notes=tuple(notes),
+    )
+
+
+def _value(estimate: Estimate | None) -> float | None:
+    return None if estimate is None else estimate.value
+
+
+def _value_or(estimate: Estimate | None) -> float:
+    return 0.0 if estimate is None else estimate.value
 
 
 def read_measured(path: str, contender: str | None) -> Measured:

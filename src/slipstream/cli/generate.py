@@ -6,6 +6,7 @@ from typing import Any
 
 import click
 
+from slipstream.cli.from_plan import apply_plan, plan_option
 from slipstream.cli.options import (
     DraftLength,
     model_options,
@@ -42,6 +43,7 @@ _K = "Draft tokens in a round: adaptive (default: whatever is fastest), halving,
 )
 @click.option("-k", "k", type=DraftLength(), default="adaptive", metavar="K", help=_K)
 @rule_option
+@plan_option
 @click.option("--prompt", "-p", metavar="TEXT", help="The prompt.")
 @click.option("--prompt-file", "-f", metavar="FILE", help="Read the prompt from FILE; - is stdin.")
 @click.option("--chat", is_flag=True, help="The prompt is a message: apply the model's chat template.")
@@ -51,12 +53,14 @@ _K = "Draft tokens in a round: adaptive (default: whatever is fastest), halving,
 @model_options
 @output_options
 @click.option("--plot", metavar="FILE", help="Draw k and acceptance over the answer, as .png or .svg.")
-def command(**options: Any) -> int:
+@click.pass_context
+def command(ctx: click.Context, /, **options: Any) -> int:
     """Answer a prompt with MODEL, sooner, by verifying the guesses of a draft.
 
     MODEL and DRAFT are a name from `slipstream models`, a checkpoint folder, a .gguf file, or a hub id. Without
     --prompt or --prompt-file the prompt is read from stdin.
     """
+    apply_plan(ctx, options)
     text = read_prompt(options.pop("prompt"), options.pop("prompt_file"), options.pop("source"))
     system = options.pop("system")
     chat = options.pop("chat") or system is not None

@@ -20,13 +20,17 @@ from slipstream.errors import InputError, SlipstreamError
 
 #: Name of a command, which is also its module's, and what it does. Adding a command is one file and one line here.
 COMMANDS = {
+    "acceptance": "Measure how many of a draft's tokens a target would accept, without speculating.",
     "audit": "Test whether an engine's answers follow its target exactly.",
     "bench": "Measure what drafts gain on this machine, beside other engines.",
     "cost": "Tell what a service costs with and without speculation.",
+    "costs": "Measure what passes of a model take, by rows and batch.",
     "demo": "See it work: one answer on a small real model, plain and then speculative.",
     "doctor": "Tell whether two models can work together, and what memory they need.",
     "generate": "Answer a prompt, speculatively.",
     "models": "List the models in the cache, or fetch one.",
+    "plan": "Decide whether to speculate, with which draft and how many tokens, and what it brings.",
+    "quality": "Compare target, speculation and draft alone on programming problems.",
     "serve": "Serve a model over HTTP, as OpenAI's API has it.",
 }
 

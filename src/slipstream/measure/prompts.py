@@ -29,6 +29,8 @@ class BenchPrompt:
     content: str | Messages
     """Text to continue, or chat messages to answer."""
     ids: tuple[int, ...] = ()
+    answer: str | None = None
+    """How it was answered, where the file says so."""
 
 
 def read_prompts(source: str | None, limit: int | None = None) -> list[BenchPrompt]:
@@ -136,7 +138,10 @@ def _prompt(line: str, number: int, where: str) -> BenchPrompt:
     if not isinstance(row, dict):
         raise InputError(f"{where} is not a JSON object; write {_LAYOUTS}")
     name = row.get("id", row.get("question_id", row.get("task_id", number)))
-    return BenchPrompt(str(name), str(row.get("category", "all")), _content(row, where))
+    answer = row.get("answer")
+    if answer is not None and not (isinstance(answer, str) and answer):
+        raise InputError(f"{where} has an 'answer' that is no text; write a string, or leave it out")
+    return BenchPrompt(str(name), str(row.get("category", "all")), _content(row, where), answer=answer)
 
 
 def _content(row: Mapping[str, Any], where: str) -> str | Messages:

@@ -221,8 +221,8 @@ class LlamaModel:
         return torch.split(logits, [item.num_logits for item in items])
 
     @torch.inference_mode()
-    def exit_early(self, tokens: Sequence[int], cache: KeyValueCache, layers: int) -> Tensor:
-        """Run ``tokens`` through the first ``layers`` only; logits (1, V) of the last of them, straight from there.
+    def exit_early(self, tokens: Sequence[int], cache: KeyValueCache, layers: int, num_logits: int = 1) -> Tensor:
+        """Run ``tokens`` through the first ``layers`` only; logits (num_logits, V) of the last ones, from there.
 
         They come behind the cache's length and what earlier calls put there; ``cache.length`` stays as it is, and
         ``forward`` goes on from where they are.
@@ -234,7 +234,7 @@ class LlamaModel:
         self._run(x, _Span(cache, start, 0, layers), 0)
         states = torch.cat((before.states, x)) if before else x
         cache.ahead = Ahead(layers, (*(before.tokens if before else ()), *tokens), states)
-        return self._head(self._normed(x[-1:, : len(self._norm)], self._norm))
+        return self._head(self._normed(x[len(x) - num_logits :, : len(self._norm)], self._norm))
 
     def _run(self, x: Tensor, span: _Span, num_logits: int) -> Tensor:
         """Take ``x`` (n, D) through some layers, in place, and its last rows through the output layer."""

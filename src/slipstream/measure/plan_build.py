@@ -1,0 +1,373 @@
+"""Makes a ``Plan`` of what was gathered: predictions for every draft, k and batch, the decision, what supports it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import inf
+from statistics import mean
+from typing import Any
+
+from slipstream import plan as p
+from slipstream.drafters import Drafter
+from slipstream.measure import expectation
+from slipstream.measure.acceptance import RULES, Rule
+from slipstream.measure.bootstrap import Interval, bootstrap_ratio
+from slipstream.measure.planning import (
+    PLAIN,
+    Gathered,
+    Point,
+    Subject,
+    batched,
+    cases,
+    collapsed,
+    costs_at,
+    starts,
+)
+from slipstream.measure.prediction import (
+    KS,
+    Decision,
+    Limits,
+    Option,
+    Prediction,
+    decide,
+    load_curves,
+    predict,
+)
+from slipstream.measure.replay import Walk, walk
+from slipstream.measure.texts import Text, has_model, members_of
+from slipstream.types import SamplingParams
+
+#: How near a prediction is to be.
+WITHIN = 0.10
+_POSITIONS = 8
+SPEED = "predicted from acceptance (measured here, teacher-forced) and costs (measured here)"
+_BATCH = "predicted from acceptance and costs (measured here, passes of the whole batch)"
+_LOAD = "predicted from L = C1 / (1 - rate C2), with C1 and C2 predicted from acceptance and costs"
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What the plan is for."""
+
+    limits: Limits
+    batches: tuple[int, ...]
+    prompts_from: str
+    members: Mapping[str, tuple[str, ...]]
+    target_weights: str
+    weights: Mapping[str, str]
+    """Of draft models, by path."""
+    target: str
+    threads: int | None
+    memory: tuple[int, int | None] | None = None
+    """Bytes that are needed at most, and that there are."""
+
+
+# --- acceptance -------------------------------------------------------------------------------------------------------
+
+
+def acceptances(subject: Subject, found: Gathered) -> list[p.Acceptance]:
+    """Every draft under every rule and sampling."""
+    listed = []
+    for name, drafter in subject.drafters.items():
+        if not _usable(found, drafter):
+            continue
+        # Whether a copy is right does not depend on the sampling, but for the answer, which is the same.
+        for number, params in enumerate(subject.all_samplings if has_model(drafter) else [subject.params]):
+            for rule in RULES if _by_model(drafter) and params.temperature > 0 else (subject.rule,):
+                listed.append(_acceptance(subject, found, name, number, rule))
+    return listed
+
+
+def _acceptance(subject: Subject, found: Gathered, name: str, number: int, rule: Any) -> p.Acceptance:
+    params = subject.all_samplings[number]
+    how = _how(found.texts, number, params)
+    by_category: dict[str, list[Text]] = {}
+    for text in found.texts:
+        by_category.setdefault(text.category, []).append(text)
+    rates = {t.id: _first_tokens(subject, found, name, number, rule, t) for t in found.texts}
+    own = replace(subject, rule=rule)
+    walks = {t.id: _walked(own, found, name, number, t) for t in found.texts}
+    found_at = [_position(list(walks.values()), j) for j in range(1, _POSITIONS + 1)]
+    return p.Acceptance(
+        draft=name,
+        rule=str(rule),
+        sampling=sampling(params),
+        rate=estimate(_ratio(list(rates.values())), how),
+        positions=tuple(estimate(one, how) for one in found_at if one is not None),
+        categories={c: estimate(_ratio([rates[t.id] for t in some]), how) for c, some in by_category.items()},
+    )
+
+
+def _first_tokens(
+    subject: Subject, found: Gathered, name: str, number: int, rule: Rule, text: Text
+) -> tuple[float, int]:
+    """Sum of the acceptance of a first draft token over the answer's positions (after the first), and their number."""
+    drafter = subject.drafters[name]
+    if _by_model(drafter) and (name, number, text.id) in found.trails:
+        rates = found.trails[name, number, text.id].rates(rule)[1:]
+        return sum(rates), len(rates)
+    look = starts(replace(subject, rule=rule), found, name, text, number)
+    rounds = [look(at) for at in range(1, len(text.answer))]
+    drafted = [r.reach[0] for r in rounds if r.reach]
+    return sum(drafted), len(drafted)
+
+
+def _walked(subject: Subject, found: Gathered, name: str, number: int, text: Text) -> Walk:
+    look = starts(subject, found, name, text, number)
+    return walk(look, len(text.answer), _POSITIONS, limited=text.limited)
+
+
+def _position(some: Sequence[Walk], j: int) -> Interval | None:
+    """Acceptance at position ``j`` over all answers; None if no draft gets there."""
+    reached = [w.reached[j - 1] if len(w.reached) >= j else 0.0 for w in some]
+    stood = [w.stood[j - 1] if len(w.stood) >= j else 0.0 for w in some]
+    return bootstrap_ratio(stood, reached, empty=0.0) if any(reached) else None
+
+
+def _ratio(some: Sequence[tuple[float, int]]) -> Interval:
+    return bootstrap_ratio([total for total, _ in some], [float(n) for _, n in some], empty=0.0)
+
+
+def _how(texts: Sequence[Text], number: int, params: SamplingParams) -> str:
+    own = sum(t.own for t in texts)
+    whose = "the target's answers" if own == len(texts) else "the given answers" if not own else "given and own answers"
+    other = f", sampled otherwise than at temperature {params.temperature:g}" if number else ""
+    return f"measured here: teacher-forced on {len(texts)} of {whose}{other}"
+
+
+# --- predictions ------------------------------------------------------------------------------------------------------
+
+
+def options(subject: Subject, found: Gathered, wish: Wish) -> list[Option]:
+    """Every draft with its predictions."""
+    listed = []
+    for name, drafter in subject.drafters.items():
+        if not _usable(found, drafter):
+            continue
+        some, at = cases(subject, found, name), costs_at(found, drafter)
+        by_batch = {b: {k: predict(some, k, batched(found, drafter, at, b)) for k in KS} for b in wish.batches}
+        usual = mean(c.prompt + c.tokens / 2 for c in some)
+        listed.append(Option(name, by_batch, at(usual), some, _fits(wish), has_model(drafter)))
+    return listed
+
+
+def _usable(found: Gathered, drafter: Drafter) -> bool:
+    return not any(one.name in found.failed for one in members_of(drafter))
+
+
+def _by_model(drafter: Drafter) -> bool:
+    return len(members_of(drafter)) == 1 and has_model(drafter)
+
+
+def _fits(wish: Wish) -> bool:
+    return wish.memory is None or wish.memory[1] is None or wish.memory[0] <= wish.memory[1]
+
+
+def estimate(interval: Interval, how: str) -> p.Estimate:
+    """An interval with where it comes from."""
+    return p.Estimate(interval.value, how, interval.low, interval.high)
+
+
+def sampling(params: SamplingParams) -> p.Sampling:
+    """The part of the parameters that decides on acceptance."""
+    return p.Sampling(params.temperature, params.top_k, params.top_p, params.min_p)
+
+
+def _candidate(name: str, batch: int, one: Prediction) -> p.Candidate:
+    how = SPEED if batch == 1 else _BATCH
+    replayed = "predicted from the draft's replay along the answers"
+    return p.Candidate(
+        draft=name,
+        k=one.k,
+        batch=batch,
+        speed_up=estimate(one.speed_up, how),
+        whole_answer=estimate(one.whole, how),
+        tokens_per_round=estimate(one.tokens_per_round, replayed),
+        acceptance=None if one.acceptance is None else estimate(one.acceptance, replayed),
+        seconds_per_token=p.Estimate(one.seconds_per_token, how),
+        draft_seconds=one.draft_seconds,
+        verify_seconds=one.verify_seconds,
+        prompt_seconds=one.read_seconds,
+        categories={c: estimate(interval, how) for c, interval in one.categories.items()},
+    )
+
+
+def _costs(found: Gathered, option: Option, turns: int) -> p.Costs:
+    context = ", ".join(str(c) for c, _ in found.rounds[PLAIN])
+    how = f"measured here: rounds behind {context} tokens, {turns} turns"
+    return p.Costs(
+        plain_step=p.Estimate(option.costs.plain, how),
+        verify={n: p.Estimate(seconds, how) for n, seconds in option.costs.verify.items()},
+        draft=option.draft,
+        draft_step=p.Estimate(option.costs.step, how),
+        draft_call=p.Estimate(option.costs.call, how),
+        draft_prompt_token=p.Estimate(option.costs.read, how),
+        prompt_token=p.Estimate(option.costs.prompt, how),
+    )
+
+
+# --- the whole --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Made:
+    """A plan, and what the decision in it was made of."""
+
+    plan: p.Plan
+    decision: Decision
+    options: Sequence[Option]
+
+
+def make_plan(subject: Subject, found: Gathered, wish: Wish, about: Mapping[str, Any], turns: int) -> Made:
+    """The plan, yet without a validation; ``about`` has created, slipstream, machine, notes."""
+    listed = options(subject, found, wish)
+    decision = decide(listed, wish.limits)
+    plan = p.Plan(
+        **about,
+        target=_target(subject, wish),
+        drafts=tuple(_draft(name, wish, found, subject) for name in subject.drafters),
+        asked=_asked(subject, found, wish),
+        verdict=verdict(decision),
+        candidates=tuple(
+            _candidate(o.draft, b, one) for o in listed for b, some in o.by_batch.items() for one in some.values()
+        ),
+        acceptance=tuple(acceptances(subject, found)),
+        costs=tuple(_costs(found, o, turns) for o in listed),
+        batches=_batches(decision, wish),
+        load=load(decision, wish),
+        memory_bytes=None if wish.memory is None else p.Estimate(float(wish.memory[0]), "predicted from shapes"),
+    )
+    return Made(plan, decision, listed)
+
+
+def _target(subject: Subject, wish: Wish) -> p.Target:
+    model = subject.target
+    return p.Target(
+        wish.target, wish.target_weights, str(model.device), wish.threads, model.max_positions, model.vocab_size
+    )
+
+
+def _draft(name: str, wish: Wish, found: Gathered, subject: Subject) -> p.Draft:
+    parts = []
+    for one in wish.members[name]:
+        if one == "suffix":
+            parts.append(p.Member("suffix"))
+        elif one.startswith("early-exit:"):
+            parts.append(p.Member("early-exit", layers=int(one.partition(":")[2])))
+        else:
+            parts.append(p.Member("model", one, wish.weights.get(one)))
+    reasons = [found.failed[m.name] for m in members_of(subject.drafters[name]) if m.name in found.failed]
+    return p.Draft(name, tuple(parts), reasons[0] if reasons else None)
+
+
+def _asked(subject: Subject, found: Gathered, wish: Wish) -> p.Asked:
+    counts: dict[str, int] = {}
+    for text in found.texts:
+        counts[text.category] = counts.get(text.category, 0) + 1
+    limits = wish.limits
+    rate = None if limits.rate is None else p.Estimate(limits.rate, "assumed: --requests-per-second")
+    budget = None if limits.budget is None else p.Estimate(limits.budget, "assumed: --latency-budget")
+    whose = "measured here: the target's answers" if found.texts[0].own else "assumed: the given answers"
+    return p.Asked(
+        objective="throughput" if limits.throughput else "latency",
+        batch=limits.batch,
+        max_new_tokens=subject.params.max_new_tokens,
+        rule=subject.rule,
+        sampling=sampling(subject.params),
+        prompts=len(found.texts),
+        prompts_from=wish.prompts_from,
+        categories=counts,
+        requests_per_second=rate,
+        prompt_tokens=p.Estimate(mean(len(t.prompt) for t in found.texts), "measured here: the prompts"),
+        answer_tokens=p.Estimate(mean(len(t.answer) for t in found.texts), whose),
+        latency_budget_seconds=budget,
+    )
+
+
+def verdict(decision: Decision) -> p.Verdict:
+    """The decision as it is written down."""
+    best, option = decision.prediction, decision.option
+    how = SPEED
+    gain = p.Estimate(decision.margin, how, decision.margin_low, decision.margin_high)
+    speed = p.Estimate(1.0, "predicted from plain decoding")
+    if decision.speculate and best is not None:
+        speed = p.Estimate(1 + decision.margin, how, 1 + decision.margin_low, 1 + decision.margin_high)
+    limit = decision.break_even
+    advice = tuple(
+        p.Advice(kind, what, None if up is None else p.Estimate(up, "predicted from costs and an assumed acceptance"))
+        for kind, what, up in decision.advice
+    )
+    replayed = "predicted from the draft's replay along the answers"
+    return p.Verdict(
+        action="speculate" if decision.speculate else "plain",
+        draft=option.draft if decision.speculate and option is not None else None,
+        k=best.k if decision.speculate and best is not None else 0,
+        reason=decision.reason,
+        sentence=decision.sentence,
+        speed_up=speed,
+        margin=gain,
+        acceptance=estimate(best.acceptance, replayed) if best is not None and best.acceptance is not None else None,
+        break_even=None
+        if limit is None
+        else p.Estimate(limit, "predicted from the costs: constant acceptance, best k"),
+        advice=advice,
+    )
+
+
+def _batches(decision: Decision, wish: Wish) -> tuple[p.BatchPoint, ...]:
+    option = decision.option
+    if option is None:
+        return ()
+    points = []
+    for batch in wish.batches:
+        best = option.best(batch, throughput=True)
+        pays = best.speed_up.value > 1
+        how = SPEED if batch == 1 else _BATCH
+        up = estimate(best.speed_up, how) if pays else p.Estimate(1.0, how)
+        points.append(p.BatchPoint(batch, option.draft, best.k if pays else 0, up))
+    return tuple(points)
+
+
+def load(decision: Decision, wish: Wish) -> p.Load | None:
+    """Latency under load of the best draft, if there is one."""
+    option, best = decision.option, decision.prediction
+    if option is None or best is None or best.k not in option.by_batch.get(1, {}):
+        return None
+    full = max(wish.batches)
+    plain, fast = load_curves(option.by_batch[full][best.k], option.by_batch[1][best.k], full)
+    crossing = expectation.crossing_rate(plain, fast)
+    curves = [
+        p.LoadCurve(p.Estimate(c.idle_seconds, _LOAD), p.Estimate(c.capacity_seconds, _LOAD)) for c in (plain, fast)
+    ]
+    known = None if crossing is None or crossing == inf else p.Estimate(crossing, _LOAD)
+    return p.Load(curves[0], curves[1], known)
+
+
+def validation(made: Made, subject: Subject, found: Gathered, points: Sequence[Point]) -> p.Validation | None:
+    """Predicted and measured, over the prompts that were run."""
+    option, best = made.decision.option, made.decision.prediction
+    if option is None or best is None or not points:
+        return None
+    at = costs_at(found, subject.drafters[option.draft])
+    ran = {point.prompt for point in points}
+    some = [case for case in option.cases if case.id in ran]
+    if not some:
+        return None
+    whole = checked("all", predict(some, best.k, at).speed_up, points)
+    by_category = []
+    for category in dict.fromkeys(point.category for point in points):
+        own = [point for point in points if point.category == category]
+        mine = predict([c for c in some if c.category == category], best.k, at).speed_up
+        by_category.append(checked(category, mine, own))
+    return p.Validation(option.draft, best.k, whole, abs(whole.error) <= WITHIN, tuple(by_category))
+
+
+def checked(category: str, predicted: Interval, points: Sequence[Point]) -> p.Checked:
+    """One prediction beside its measurement."""
+    some = collapsed(points)
+    measured = bootstrap_ratio([one.plain for one in some], [one.fast for one in some])
+    how = f"measured here: {len(points)} answers to {len(some)} prompts, plain and speculative in turn"
+    return p.Checked(
+        category, estimate(predicted, SPEED), estimate(measured, how), predicted.value / measured.value - 1
+    )

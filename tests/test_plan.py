@@ -1,0 +1,280 @@
+"""Plans: the file and its one loader, the command from end to end on tiny models, and who acts on a plan."""
+
+from __future__ import annotations
+
+import json
+import re
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+from click.testing import CliRunner, Result
+
+from slipstream import InputError
+from slipstream.cli.from_plan import recommended
+from slipstream.cli.main import cli
+from slipstream.cli.pairs import parse_drafts
+from slipstream.fields import schema, to_json
+from slipstream.plan import Plan, load, save
+
+EXAMPLE = files("slipstream.data").joinpath("plan.example.json")
+
+
+def invoke(*args: object) -> Result:
+    return CliRunner().invoke(cli, list(map(str, args)), prog_name="slipstream")
+
+
+def example(**changes: Any) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(EXAMPLE.read_text(encoding="utf-8"))
+    return found | changes
+
+
+# --- the file ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_plan_survives_its_file(tmp_path: Path) -> None:
+    plan = load(str(EXAMPLE))
+    save(plan, str(tmp_path / "again.json"))
+    assert load(str(tmp_path / "again.json")) == plan
+    assert (tmp_path / "again.json").read_text() == EXAMPLE.read_text(encoding="utf-8")
+
+
+def test_the_schema_in_the_package_is_that_of_the_dataclasses() -> None:
+    kept = json.loads(files("slipstream.data").joinpath("plan.schema.json").read_text(encoding="utf-8"))
+    assert kept == json.loads(json.dumps(schema(Plan)))
+    jsonschema.Draft202012Validator.check_schema(kept)
+    jsonschema.validate(example(), kept)
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(example(verdict={"action": "perhaps"}), kept)
+
+
+def test_fields_that_nobody_knows_are_left_out(tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    file.write_text(json.dumps(example(colour="green")))
+    assert load(str(file)) == load(str(EXAMPLE))
+
+
+@pytest.mark.parametrize(
+    ("change", "fragment"),
+    [
+        ({"kind": "something"}, "is no plan"),
+        ({"format": 2}, "of format 2, and this version reads format 1"),
+        ({"drafts": [{"name": "suffix"}]}, r"drafts\[0\] has no 'members'"),
+        ({"verdict": {**example()["verdict"], "k": "four"}}, r"verdict\.k is 'four', which is not a whole number"),
+        ({"verdict": {**example()["verdict"], "k": True}}, "not a whole number"),
+        ({"verdict": {**example()["verdict"], "action": "wait"}}, "'speculate' or 'plain'"),
+        ({"verdict": {**example()["verdict"], "draft": "other"}}, "a draft that it does not describe"),
+        ({"target": []}, "which is not an object"),
+        ({"candidates": {}}, "which is not a list"),
+        ({"costs": [{**example()["costs"][0], "verify": {"x": {"value": 1, "how": "assumed"}}}]}, "the key 'x'"),
+    ],
+)
+def test_plans_that_cannot_be_read(tmp_path: Path, change: dict[str, Any], fragment: str) -> None:
+    file = tmp_path / "plan.json"
+    file.write_text(json.dumps(example(**change)))
+    with pytest.raises(InputError, match=fragment):
+        load(str(file))
+
+
+def test_no_file_and_no_json(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="cannot be read"):
+        load(str(tmp_path / "none.json"))
+    (tmp_path / "plan.json").write_text("{")
+    with pytest.raises(InputError, match="is not JSON"):
+        load(str(tmp_path / "plan.json"))
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache of one's own."""
+    monkeypatch.setenv("SLIPSTREAM_CACHE", str(tmp_path / "cache"))
+    prompts = [("a", "one", "the the the and"), ("b", "two", "in the end"), ("c", "two", "an error in")]
+    lines = [json.dumps({"id": i, "category": c, "prompt": text}) for i, c, text in prompts]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(lines))
+    return tmp_path
+
+
+def plan_of(here: Path, target: Path, drafts: str, *more: object) -> tuple[Plan, Result]:
+    args = ["plan", target, "--drafts", drafts, "--prompts", here / "prompts.jsonl", "-n", 20, "--weights", "fp32"]
+    result = invoke(*args, "--draft-weights", "fp32", "--out", here / "plan.json", *more)
+    assert result.exit_code == 0, result.output
+    return load(str(here / "plan.json")), result
+
+
+def origins(value: Any) -> list[dict[str, Any]]:
+    """Every object that holds a value."""
+    if isinstance(value, list):
+        return [found for entry in value for found in origins(entry)]
+    if not isinstance(value, dict):
+        return []
+    own = [value] if "value" in value else []
+    return own + [found for entry in value.values() for found in origins(entry)]
+
+
+def test_a_plan_from_end_to_end(here: Path, tiny_checkpoint: Path, tiny_draft_checkpoint: Path) -> None:
+    drafts = f"{tiny_draft_checkpoint},suffix,suffix+{tiny_draft_checkpoint},early-exit:1"
+    plan, result = plan_of(
+        here, tiny_checkpoint, drafts, "--batch", 2, "--requests-per-second", 0.1, "--html", here / "p.html"
+    )
+    names = [str(tiny_draft_checkpoint), "suffix", f"suffix,{tiny_draft_checkpoint}", "early-exit:1"]
+    assert [d.name for d in plan.drafts] == names
+    assert [m.kind for d in plan.drafts for m in d.members] == ["model", "suffix", "suffix", "model", "early-exit"]
+    assert {c.draft for c in plan.candidates} == set(names)
+    assert {c.batch for c in plan.candidates} == {1, 2, 4, 8, 16, 32}
+    assert set(plan.asked.categories.items()) == {("one", 1), ("two", 2)}
+    assert plan.verdict.sentence in result.stdout or plan.verdict.action == "speculate"
+    assert plan.validation is not None
+    assert plan.load is not None
+    assert [b.batch for b in plan.batches] == [1, 2, 4, 8, 16, 32]
+    assert {a.rule for a in plan.acceptance} >= {"block", "token", "greedy draft", "exact match"}
+    document = to_json(plan)
+    jsonschema.validate(document, json.loads(files("slipstream.data").joinpath("plan.schema.json").read_text()))
+    assert all(re.match("measured here|predicted from|assumed", one["how"]) for one in origins(document))
+    page = (here / "p.html").read_text(encoding="utf-8")
+    assert page.count("<svg") == 5
+    assert not re.search(r'src=|href="(?!#)|url\((?!#)|@import|<script', page)
+
+
+def test_an_interrupted_plan_goes_on_where_it_was(
+    here: Path, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from slipstream.measure import planning
+
+    true_curves = planning.gather_curves
+
+    def interrupted(*args: Any) -> Any:
+        yield "about to be interrupted"
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(planning, "gather_curves", interrupted)
+    args = ["plan", tiny_checkpoint, "--prompts", here / "prompts.jsonl", "-n", 12, "--out", here / "plan.json"]
+    first = invoke(*args)
+    assert (first.exit_code, (here / "plan.json").exists()) == (130, False)
+    assert "the same command goes on" in first.stderr
+
+    def not_again(*args: Any) -> Any:
+        raise AssertionError("answered again")
+
+    monkeypatch.setattr(planning, "gather_curves", true_curves)
+    monkeypatch.setattr(planning, "answered", not_again)
+    monkeypatch.setattr(planning, "time_rounds", not_again)
+    second = invoke(*args)
+    assert second.exit_code == 0, second.output
+    assert "going on from an interrupted run" in second.stderr
+    assert not list((here / "cache" / ".work").glob("*"))
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_a_draft_with_another_tokenizer(
+    here: Path, tiny_checkpoint: Path, other_tokenizer_checkpoint: Path, temperature: int
+) -> None:
+    plan, _ = plan_of(here, tiny_checkpoint, str(other_tokenizer_checkpoint), "-t", temperature, "--limit", 2)
+    assert plan.drafts[0].failed is None
+    assert plan.validation is not None
+    assert {c.draft for c in plan.candidates} == {str(other_tokenizer_checkpoint)}
+
+
+def test_given_answers_are_used_as_they_are(here: Path, tiny_checkpoint: Path) -> None:
+    rows = [{"id": "a", "prompt": "in the", "answer": "the and the and the and"}]
+    (here / "prompts.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+    plan, _ = plan_of(here, tiny_checkpoint, "suffix", "--no-check")
+    assert plan.validation is None
+    assert plan.asked.answer_tokens is not None
+    assert plan.asked.answer_tokens.how.startswith("assumed")
+    assert "given answers" in plan.acceptance[0].rate.how
+
+
+def test_acceptance_on_the_command_line(here: Path, tiny_checkpoint: Path, tiny_draft_checkpoint: Path) -> None:
+    args = ["acceptance", tiny_checkpoint, "--draft", tiny_draft_checkpoint, "--draft", tiny_checkpoint, "-n", 12]
+    result = invoke(
+        *args, "--prompts", here / "prompts.jsonl", "--json", "--weights", "fp32", "--draft-weights", "fp32"
+    )
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)["acceptance"]
+    itself = [a for a in found if a["draft"] == str(tiny_checkpoint) and a["rule"] in ("block", "token")]
+    assert all(a["rate"]["value"] == pytest.approx(1, abs=1e-4) for a in itself)
+    assert all(q["value"] == pytest.approx(1, abs=1e-4) for a in itself for q in a["positions"])
+    assert {a["sampling"]["temperature"] for a in found} == {0.0, 0.7, 1.0}
+    rates = {
+        a["rule"]: a["rate"]["value"]
+        for a in found
+        if a["draft"] != str(tiny_checkpoint) and a["sampling"] == found[0]["sampling"]
+    }
+    assert rates["exact match"] <= rates["token"] == rates["block"]
+    assert all(one["how"].startswith("measured here") for one in origins(found))
+
+
+@pytest.mark.parametrize(
+    ("args", "fragment"),
+    [
+        (("--batch", 0), "--batch 0"),
+        (("--drafts", "suffix,suffix"), "names the same draft twice"),
+        (("--drafts", "suffix,,"), "is no draft"),
+        (("--drafts", "none"), "is no draft"),
+        (("--requests-per-second", 0), "--requests-per-second 0"),
+        (("--max-new-tokens", 1), "--max-new-tokens 1"),
+        (("--out", "/no/such/folder/plan.json"), "--out"),
+        (("--prompts", "/no/such/file"), "/no/such/file"),
+    ],
+)
+def test_plans_that_cannot_be_made(tiny_checkpoint: Path, args: tuple[object, ...], fragment: str) -> None:
+    result = invoke("plan", tiny_checkpoint, *args)
+    assert result.exit_code == 2
+    (line,) = result.stderr.splitlines()
+    assert fragment in line
+
+
+def test_cascades_have_plus_signs() -> None:
+    assert parse_drafts("a, suffix+a,early-exit:8") == (("a",), ("suffix", "a"), ("early-exit:8",))
+
+
+# --- who acts on it ---------------------------------------------------------------------------------------------------
+
+
+def test_generate_takes_what_the_plan_recommends(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    given = example()
+    given["verdict"] |= {"draft": "early-exit:8", "k": 3}
+    given["drafts"] = [{"name": "early-exit:1", "members": [{"kind": "early-exit", "layers": 1}]}]
+    given["verdict"]["draft"] = "early-exit:1"
+    given["target"]["weights"] = "fp32"
+    file.write_text(json.dumps(given))
+    args = ["generate", tiny_checkpoint, "--plan", file, "--prompt", "the", "-n", 8, "--json"]
+    found = json.loads(invoke(*args).stdout)
+    assert (found["draft"], found["k"], found["weights"]) == ("early-exit:1", 3, "fp32")
+    found = json.loads(invoke(*args, "-k", 2, "--draft", "suffix").stdout)
+    assert (found["draft"], found["k"]) == ("suffix", 2)
+    given["verdict"] |= {"action": "plain", "draft": None, "k": 0}
+    file.write_text(json.dumps(given))
+    assert json.loads(invoke(*args).stdout)["draft"] is None
+    assert "cannot be read" in invoke(*args[:3], tmp_path / "none", *args[4:]).stderr
+
+
+def test_what_is_recommended() -> None:
+    found = recommended(load(str(EXAMPLE)))
+    assert found == {
+        "draft": "models/draft-0.5b",
+        "k": 4,
+        "rule": "block",
+        "weights": "fp16",
+        "draft_weights": "int8",
+    }
+
+
+def test_cost_takes_what_the_plan_found() -> None:
+    args = ["cost", "--plan", str(EXAMPLE), "--requests-per-day", 10_000, "--price", 2]
+    result = invoke(*args, "--json")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    plan = load(str(EXAMPLE))
+    assert found["inputs"]["speed-up"]["value"] == plan.verdict.speed_up.value
+    assert found["inputs"]["tokens a request"]["value"] == 96
+    plain_token = 0.0255 * 1.92
+    assert found["inputs"]["tokens a second, plain"]["value"] == pytest.approx(96 / (plain_token * 96 + 120 * 0.009))
+    assert all(f["how"].startswith(("predicted", "assumed", "measured")) for f in found["inputs"].values())
+    assert "leave one out" in invoke(*args, "--from", "x").stderr
