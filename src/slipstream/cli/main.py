@@ -27,6 +27,7 @@ COMMANDS = {
     "doctor": "Tell whether two models can work together, and what memory they need.",
     "generate": "Answer a prompt, speculatively.",
     "models": "List the models in the cache, or fetch one.",
+    "monitor": "Watch an engine's acceptance, and tell when it changes.",
 }
 
 

@@ -270,7 +270,9 @@ def derive(new: Raw, k: float | None = None) -> Counts:
         emitted = rounds + accepted
     if drafted is None and new.generated is not None and new.rounds is None:
         drafted, accepted, drafting = 0, 0, 0  # the engine runs and has no metrics of drafts: it does not draft
-    return Counts(emitted, rounds, drafting, drafted, accepted, new.drafted_at, new.accepted_at, new.seconds)
+    return Counts(
+        emitted, rounds, drafting, drafted, accepted, new.drafted_at, new.accepted_at, new.seconds, new.k_zero
+    )
 
 
 def _split(metrics: Metrics, scrape: Scrape) -> dict[Stream, dict[str, list[Sample]]]:

@@ -27,6 +27,8 @@ class Counts:
     accepted_at: Mapping[int, float] = field(default_factory=dict)
     seconds: float | None = None
     """Time that answers spent between their first and their last token, added up over answers."""
+    k_zero: float | None = None
+    """Rounds for which the engine itself chose to draft nothing."""
 
     def plus(self, other: Counts) -> Counts:
         """Both together; what one of them does not tell is not told.
@@ -50,7 +52,7 @@ class Counts:
 
 
 #: Nothing happened.
-NOTHING = Counts(0.0, 0.0, 0.0, 0.0, 0.0, {}, {}, 0.0)
+NOTHING = Counts(0.0, 0.0, 0.0, 0.0, 0.0, {}, {}, 0.0, 0.0)
 
 
 @dataclass(frozen=True)
