@@ -82,7 +82,7 @@ def _drift(stream: Stream, state: Watched, context: Context) -> Iterator[Alarm]:
                 stream=stream,
                 what=f"{where} fell from {test.learned.rate:.0%} to about {test.recent:.0%}",
                 advice=_advice(state, context),
-                cost=_cost(state, context, test),
+                cost=_cost(state, context, state.tests.get(ALL, test)),
                 severity=KINDS["acceptance-drift" if position is None else "position-drift"][1],
                 position=position,
                 value=test.recent,

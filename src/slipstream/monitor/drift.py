@@ -122,14 +122,20 @@ class Detector:
     since: float = 0.0
     """Tokens since the likeliest moment of change, or since learning ended."""
     recent: float | None = None
-    """The rate lately, over about ten batches."""
+    """The rate lately, over a few batches."""
 
     @property
     def evidence(self) -> float:
-        """log of the statistic over log of the threshold: 1 is an alarm."""
-        if self.learned is None:
-            return 0.0
-        return max(0.0, _pooled(self.down)) / self.threshold
+        """Of a fall: log of the statistic over log of the threshold; 1 is an alarm."""
+        return self._share(self.down)
+
+    @property
+    def calm(self) -> bool:
+        """Whether nothing speaks of a change, so that more may be learned."""
+        return not self.fallen and not self.risen and max(self._share(self.down), self._share(self.up)) < _CALM
+
+    def _share(self, statistic: tuple[float, ...]) -> float:
+        return 0.0 if self.learned is None else max(0.0, _pooled(statistic)) / self.threshold
 
     @property
     def threshold(self) -> float:
@@ -176,8 +182,7 @@ def step(detector: Detector, accepted: float, drafted: float) -> Detector:
 def _learn(detector: Detector, hits: float, size: float) -> Detector:
     """Learning comes after testing, and stops where a change is suspected or enough is known."""
     settings, learned = detector.settings, detector.learned
-    calm = detector.evidence < _CALM and not detector.fallen
-    if not calm or detector.sums.size >= _FURTHER * settings.learn:
+    if not detector.calm or detector.sums.size >= _FURTHER * settings.learn:
         return detector
     sums = detector.sums.plus(hits, size)
     detector = replace(detector, sums=sums)
@@ -247,7 +252,7 @@ def _pooled(values: Sequence[float]) -> float:
 
 
 def _recent(before: float | None, rate: float) -> float:
-    return rate if before is None else before + 0.15 * (rate - before)
+    return rate if before is None else before + 0.3 * (rate - before)
 
 
 def _finite(values: Sequence[float]) -> tuple[float, ...]:

@@ -91,12 +91,13 @@ def _tested(
     tests: Mapping[str, drift.Detector], new: Counts, expected: Expected, settings: drift.Settings
 ) -> dict[str, drift.Detector]:
     after = dict(tests)
+    at_position = replace(settings, learn=settings.learn / 4, batch=settings.batch / 2)  # one token a round
     if new.drafted and new.accepted is not None:
         test = after.get(ALL) or drift.start(settings, expected.acceptance)
         after[ALL] = drift.step(test, new.accepted, new.drafted)
     for j, (accepted, tried) in trials(new).items():
         if j <= _POSITIONS and tried > 0:
-            test = after.get(str(j)) or drift.start(settings, expected.at.get(j))
+            test = after.get(str(j)) or drift.start(at_position, expected.at.get(j))
             after[str(j)] = drift.step(test, accepted, tried)
     return after
 

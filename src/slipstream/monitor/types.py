@@ -174,7 +174,7 @@ class Raw:
         >>> Raw(drafted=7).since(Raw(drafted=5)).drafted, Raw(drafted=3).since(Raw(drafted=5)).drafted
         (2, 3)
         """
-        if before is None or restarted or self._went_back(before):
+        if before is None or restarted or self.went_back(before):
             return self
 
         def less(now: Any, then: Any) -> Any:
@@ -184,7 +184,8 @@ class Raw:
 
         return Raw(**{f.name: less(getattr(self, f.name), getattr(before, f.name)) for f in fields(Raw)})
 
-    def _went_back(self, before: Raw) -> bool:
+    def went_back(self, before: Raw) -> bool:
+        """Whether a counter is smaller than ``before``: the engine was started again, or reset."""
         for f in fields(Raw):
             now, then = getattr(self, f.name), getattr(before, f.name)
             if isinstance(now, Mapping):

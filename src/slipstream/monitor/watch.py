@@ -130,7 +130,7 @@ class Monitor:
                 continue
             added = raw.since(before.raw, restarted) if reading.cumulative else raw
             counted = counts(reading, look.scrape, stream, added)
-            reset = reading.cumulative and added == raw and before.raw != type(raw)()
+            reset = reading.cumulative and before.raw is not None and (restarted or raw.went_back(before.raw))
             state = replace(before, raw=raw, resets=before.resets + int(reset))
             self._streams[stream] = advance(state, counted, self._options.expected, self._options.drift)
             new[stream] = counted
