@@ -253,6 +253,7 @@ def test_a_fall_is_alarmed_with_advice_and_what_it_costs(service: Service) -> No
     assert "slipstream distill" in alarm.advice
     assert "longer" in alarm.cost
     assert "$" in alarm.cost
+    report = service.ran(20, at=[0.7, 0.5, 0.5, 0.4])
     assert {a.position for a, _ in report.alarms if a.kind == "position-drift"} == {1, 2, 3, 4}
     assert "acceptance-drift" not in _kinds(service.ran(40))
 
