@@ -25,6 +25,7 @@ COMMANDS = {
     "cost": "Tell what a service costs with and without speculation.",
     "demo": "See it work: one answer on a small real model, plain and then speculative.",
     "doctor": "Tell whether two models can work together, and what memory they need.",
+    "export": "Hand a plan to another engine: launch commands, config files, Kubernetes.",
     "generate": "Answer a prompt, speculatively.",
     "models": "List the models in the cache, or fetch one.",
     "monitor": "Watch an engine's acceptance, and tell when it changes.",

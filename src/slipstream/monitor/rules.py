@@ -13,6 +13,7 @@ from typing import Any
 from slipstream.monitor.alarms import KINDS, PINNED_SHARE, SWITCH_OFF
 from slipstream.monitor.engines import CHECKED, ENGINES, LLAMA_CPP, SGLANG, Metrics
 from slipstream.monitor.exporter import ALARM, AT, COUNTERS, EVIDENCE, RATES, SPEED_UP, USUAL, Series
+from slipstream.yaml_text import dump
 
 _SPANS = {"5m": "5m", "30m": "30m", "1d": "1d"}
 #: What acceptance must fall by, in 30 minutes against the day before, and how many draft tokens must say so.
@@ -141,45 +142,9 @@ def groups() -> list[dict[str, Any]]:
 
 
 def rules() -> str:
-    """A rules file for Prometheus. JSON is YAML, and needs no package to write."""
+    """A rules file for Prometheus."""
     head = f"# Written by `slipstream monitor --rules`. Engines' metric names as of {CHECKED}.\n"
-    return head + _yaml({"groups": groups()})
-
-
-def _yaml(value: Any, indent: int = 0) -> str:
-    """Maps and lists in block style, texts as JSON strings (which YAML reads), texts of several lines as blocks."""
-    pad = "  " * indent
-    lines = []
-    if isinstance(value, dict):
-        for key, entry in value.items():
-            lines.append(f"{pad}{key}:{_entry(entry, indent)}")
-    else:
-        for entry in value:
-            text = (
-                _yaml(entry, indent + 1)
-                if isinstance(entry, dict | list)
-                else f"{'  ' * (indent + 1)}{_scalar(entry)}\n"
-            )
-            lines.append(f"{pad}- {text.lstrip()}".rstrip("\n"))
-    return "\n".join(lines) + "\n"
-
-
-def _entry(entry: Any, indent: int) -> str:
-    if isinstance(entry, dict | list):
-        if not entry:
-            return " {}" if isinstance(entry, dict) else " []"
-        return "\n" + _yaml(entry, indent + 1).rstrip("\n")
-    if isinstance(entry, str) and "\n" in entry:
-        pad = "  " * (indent + 1)
-        body = "\n".join(f"{pad}{text}" if text else "" for text in entry.rstrip("\n").split("\n"))
-        return f" |{'' if entry.endswith(chr(10)) else '-'}\n{body}"
-    return f" {_scalar(entry)}"
-
-
-def _scalar(value: Any) -> str:
-    import json
-
-    return json.dumps(value, ensure_ascii=False)
+    return head + dump({"groups": groups()})
 
 
 # --- Grafana ----------------------------------------------------------------------------------------------------------
