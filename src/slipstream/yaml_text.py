@@ -73,7 +73,12 @@ def _flat(value: Any) -> str:
     return json.dumps(list(value) if isinstance(value, tuple) else value, ensure_ascii=False)
 
 
+#: What YAML 1.1 reads as something else than a text.
+_OTHER = ("yes", "no", "on", "off", "y", "n", "true", "false", "null")
+
+
 def _key(key: Any) -> str:
-    text = str(key)
-    usual = text.replace("-", "").replace("_", "").replace(".", "").replace("/", "")
-    return text if (usual.isalnum() and not isinstance(key, str)) or usual.isalpha() else json.dumps(text)
+    if not isinstance(key, str):
+        return str(key)
+    usual = key.translate(str.maketrans("", "", "-_./"))
+    return key if usual.isalnum() and usual[0].isalpha() and key.lower() not in _OTHER else json.dumps(key)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from dataclasses import dataclass
 from typing import Any
 
 from slipstream.errors import InputError
-from slipstream.export.types import FILES, Document, Export
+from slipstream.export.types import Document, Export
 from slipstream.export.write import words
 from slipstream.monitor.engines import ENGINES
 from slipstream.monitor.rules import dashboard, groups
@@ -128,10 +129,16 @@ def deployment(plan: Plan, export: Export, cluster: Cluster) -> Document:
                     "labels": _labels(cluster) | _versions(export, cluster),
                     "annotations": _reasons(plan, export),
                 },
-                "spec": _pod(export, cluster, words(export, _CONFIG)),
+                "spec": _pod(export, cluster, _command(export)),
             },
         },
     }
+
+
+def _command(export: Export) -> list[str]:
+    """The command as it is in the engine's image."""
+    program, *rest = words(export, _CONFIG)
+    return [export.image_program or program, *rest]
 
 
 def _reasons(plan: Plan, export: Export) -> Document:
@@ -166,19 +173,27 @@ def _fetch(export: Export, cluster: Cluster) -> Document:
     wanted = [(export.target, cluster.target_revision)]
     if export.draft:
         wanted.append((export.draft, cluster.draft_revision))
-    # A path or a file is in the volume already; only names of a hub are fetched.
-    lines = [f"test -e {name} || hf download {name} --revision {revision}" for name, revision in wanted]
     return {
         "name": "weights",
         "image": cluster.image or export.image,
-        "command": ["sh", "-ec", "\n".join(lines) + "\n"],
+        "command": ["sh", "-ec", "\n".join(_wanted(export, name, revision) for name, revision in wanted) + "\n"],
+        "workingDir": _WEIGHTS,
         "env": [{"name": "HF_HOME", "value": _WEIGHTS}],
         "volumeMounts": [{"name": "weights", "mountPath": _WEIGHTS}],
     }
 
 
+def _wanted(export: Export, name: str, revision: str) -> str:
+    """A shell line: a path in the volume is there, or a name of a hub is fetched in its version."""
+    path = shlex.quote(name)
+    if export.engine == "llama.cpp":
+        return f"test -e {path} || {{ echo {shlex.quote(f'put {name} into the volume of weights')} >&2; exit 1; }}"
+    return f"test -e {path} || hf download {path} --revision {shlex.quote(revision)}"
+
+
 def _container(export: Export, cluster: Cluster, command: list[str]) -> Document:
     each = max(1, cluster.accelerators // cluster.nodes)
+    accelerators = {} if export.cpu_only else {cluster.accelerator: str(each)}
     mounts = [{"name": "weights", "mountPath": _WEIGHTS}, {"name": "shm", "mountPath": "/dev/shm"}]
     if export.files:
         mounts.append({"name": "config", "mountPath": _CONFIG})
@@ -198,8 +213,8 @@ def _container(export: Export, cluster: Cluster, command: list[str]) -> Document
         "readinessProbe": ready | {"periodSeconds": 5, "failureThreshold": 3},
         "livenessProbe": ready | {"periodSeconds": 15, "failureThreshold": 6, "timeoutSeconds": 5},
         "resources": {
-            "requests": {"cpu": "4", "memory": "16Gi", cluster.accelerator: str(each)},
-            "limits": {cluster.accelerator: str(each)},
+            "requests": {"cpu": "4", "memory": "16Gi"} | accelerators,
+            **({"limits": accelerators} if accelerators else {}),
         },
         "volumeMounts": mounts,
     }
@@ -287,7 +302,7 @@ def disruption(cluster: Cluster) -> Document:
 
 def leader_worker_set(plan: Plan, export: Export, cluster: Cluster) -> Document:
     """Replicas of several machines each (needs the LeaderWorkerSet controller)."""
-    command = words(export, _CONFIG)
+    command = _command(export)
     leader, worker = _several(export, command)
     spec = _pod(export, cluster, leader)
     other = _pod(export, cluster, worker)
@@ -320,7 +335,7 @@ def _several(export: Export, command: list[str]) -> tuple[list[str], list[str]]:
     Raises:
         InputError: the engine is not spread over machines this way.
     """
-    text = " ".join(_shell(word) for word in command)
+    text = shlex.join(command)
     address, size, index = "$LWS_LEADER_ADDRESS", "$LWS_GROUP_SIZE", "$LWS_WORKER_INDEX"
     if export.engine == "vllm":
         leader = f"ray start --head --port=6379 && exec {text} --distributed-executor-backend ray"
@@ -332,12 +347,6 @@ def _several(export: Export, command: list[str]) -> tuple[list[str], list[str]]:
         f"--nodes above 1 is written for vllm and sglang; spread {export.engine} with its own launcher (mpirun, or "
         f"--rpc)"
     )
-
-
-def _shell(word: str) -> str:
-    import shlex
-
-    return shlex.quote(word)
 
 
 def pod_monitor(export: Export, cluster: Cluster) -> Document:
@@ -397,7 +406,3 @@ def overlay(export: Export, cluster: Cluster) -> Document:
         "images": [{"name": name, "newTag": tag}],
         **({"patches": patches} if patches else {}),
     }
-
-
-#: Config files lie there in a pod, where scripts have ``FILES``.
-MOUNTS = {FILES: _CONFIG}

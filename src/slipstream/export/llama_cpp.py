@@ -3,32 +3,44 @@
 from __future__ import annotations
 
 from slipstream.export.choices import choose, expected_acceptance
-from slipstream.export.types import Argument, Export, Support, Target, Wanted
+from slipstream.export.types import Argument, Export, Support, Target, Version, Wanted
 from slipstream.plan import Plan
 
 SUPPORT = Support(
     "llama.cpp",
     oldest="9993",
     newest="11434",
-    checked="b9993 by its --help and by running it, b11434's metrics by their description, 2026-11-30",
+    checked="b9993 by its --help and by running it, newer builds by descriptions of changes, 2026-11-30",
 )
 #: What a file of the plan's weights is called by the conversion script.
 TYPES = {"fp16": "f16", "bf16": "bf16", "fp32": "f32", "int8": "q8_0", "auto": "f16"}
+#: Up to this build a draft model's server aborts where a pass verifies more rows than it has slots.
+ABORTS: Version = (10027,)
 
 
 def export(plan: Plan, target: Target) -> Export:
     """Command."""
-    version, _, warnings = SUPPORT.find(target.version)
+    version, numbers, warnings = SUPPORT.find(target.version)
     wanted = choose(plan, "llama.cpp", target, cascades=True)
     model, port = _gguf(target.target or plan.target.model, plan.target.weights), target.port or 8080
     draft = _gguf(target.draft or wanted.model, "int8") if "model" in wanted.kinds and wanted.model else None
+    cpu = plan.target.device == "cpu"
     context = (plan.target.max_positions or 4096) * wanted.max_requests
+    slots, why = wanted.max_requests, "the largest batch that the plan looked at"
+    if draft is not None and numbers <= ABORTS:
+        slots *= wanted.k + 1
+        why = f"{wanted.max_requests} requests at a time with k + 1 rows each; see the warning"
+        warnings = (
+            *warnings,
+            f"up to b{ABORTS[0]} llama.cpp's server aborts where a pass verifies more rows than there are slots: let "
+            f"no more than {wanted.max_requests} requests in at a time, or take a newer build",
+        )
     arguments = [
         Argument(("-m", model), f"the plan's target; {plan.target.weights} weights are {_type(plan)} there"),
         Argument(("--host", target.host, "--port", str(port))),
-        Argument(("--parallel", str(wanted.max_requests)), "the largest batch that the plan looked at"),
-        Argument(("-c", str(context)), "the context is shared: each request's times their number"),
-        *([Argument(("-ngl", "all"))] if plan.target.device != "cpu" else []),
+        Argument(("--parallel", str(slots)), why),
+        Argument(("-c", str(context), "--kv-unified"), "shared: each request's context times their number"),
+        *([] if cpu else [Argument(("-ngl", "all"))]),
         *([Argument(("-t", str(plan.target.threads)), "as the plan was measured")] if plan.target.threads else []),
         Argument(("--metrics",), "for `slipstream monitor`"),
         *_drafting(wanted, draft),
@@ -43,7 +55,9 @@ def export(plan: Plan, target: Target) -> Export:
         port=port,
         notes=tuple(n for n in notes if n),
         warnings=warnings,
-        image=f"ghcr.io/ggml-org/llama.cpp:server-b{version}",
+        image=f"ghcr.io/ggml-org/llama.cpp:server{'' if cpu else '-cuda'}-b{version}",
+        image_program="/app/llama-server",
+        cpu_only=cpu,
         running="llamacpp:requests_processing",
         target=model,
         draft=draft,

@@ -60,6 +60,10 @@ class Export:
     """What the engine cannot do, and the nearest thing that it can."""
     warnings: tuple[str, ...] = ()
     image: str = ""
+    image_program: str = ""
+    """What the program is called in its image, if otherwise."""
+    cpu_only: bool = False
+    """Whether it needs no accelerator."""
     health: str = "/health"
     metrics: str = "/metrics"
     running: str = ""
