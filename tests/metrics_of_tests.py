@@ -144,13 +144,17 @@ def slipstream(
 slipstream_rounds_total {h.rounds + h.answers}
 slipstream_drafts_total {h.drafting}
 slipstream_running 2
+slipstream_generated_tokens_total{{origin="accepted"}} {h.total_accepted}
+slipstream_generated_tokens_total{{origin="bonus"}} {h.generated - h.total_accepted}
+slipstream_time_to_first_token_seconds_count {h.answers}
 slipstream_round_draft_tokens_bucket{{le="0.0"}} {plain}
 slipstream_round_draft_tokens_bucket{{le="+Inf"}} {h.rounds}
 slipstream_round_draft_tokens_count {h.rounds}
 slipstream_answer_seconds_sum {h.seconds + 1}
 slipstream_time_to_first_token_seconds_sum 1
 """
-    for name, (drafted, accepted) in (by or {"tiny": (h.total_drafted, h.total_accepted)}).items():
+    usual = {"tiny": (h.total_drafted, h.total_accepted)} if h.drafting else {}
+    for name, (drafted, accepted) in (by or usual).items():
         text += f'slipstream_draft_tokens_total{{drafter="{name}"}} {drafted}\n'
         text += f'slipstream_accepted_tokens_total{{drafter="{name}"}} {accepted}\n'
     for j in h.drafted:

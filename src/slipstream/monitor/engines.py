@@ -171,6 +171,8 @@ SLIPSTREAM = Metrics(
     accepted="slipstream_accepted_tokens_total",
     drafting_rounds="slipstream_drafts_total",
     rounds="slipstream_round_draft_tokens_count",
+    generated="slipstream_generated_tokens_total",
+    firsts="slipstream_time_to_first_token_seconds_count",
     drafted_at="slipstream_draft_tokens_per_position_total",
     accepted_at="slipstream_accepted_tokens_per_position_total",
     seconds="slipstream_answer_seconds_sum",
@@ -268,8 +270,11 @@ def derive(new: Raw, k: float | None = None) -> Counts:
         rounds = max(0, emitted - (accepted or 0))
     if emitted is None and rounds is not None and accepted is not None:
         emitted = rounds + accepted
-    if drafted is None and new.generated is not None and new.rounds is None:
-        drafted, accepted, drafting = 0, 0, 0  # the engine runs and has no metrics of drafts: it does not draft
+    silent = (
+        new.rounds is None or drafting == 0
+    )  # no metrics of drafts at all, or a counter of drafts that stands still
+    if drafted is None and new.generated is not None and silent:
+        drafted, accepted, drafting = 0, 0, 0
     return Counts(
         emitted, rounds, drafting, drafted, accepted, new.drafted_at, new.accepted_at, new.seconds, new.k_zero
     )
