@@ -1,0 +1,1 @@
+"""Watching acceptance in production: one definition for every engine, sequential tests, alarms with advice."""
