@@ -23,6 +23,7 @@ COMMANDS = {
     "audit": "Test whether an engine's answers follow its target exactly.",
     "bench": "Measure what drafts gain on this machine, beside other engines.",
     "cost": "Tell what a service costs with and without speculation.",
+    "distill": "Make a better draft model from your own text.",
     "demo": "See it work: one answer on a small real model, plain and then speculative.",
     "doctor": "Tell whether two models can work together, and what memory they need.",
     "generate": "Answer a prompt, speculatively.",

@@ -145,6 +145,19 @@ class LlamaModel:
         view._by_row = True
         return view
 
+    def with_outputs(self, ids: Tensor) -> LlamaModel | None:
+        """The same weights with an output layer for ``ids`` (R,) only; None where the layer's rows cannot be told."""
+        if not isinstance(self._head, PanelLinear) or self.weights == "int8":
+            return None
+        view = copy.copy(self)
+        if view._table is None:
+            view._table = self._head.rows(torch.arange(self.embedding_size))
+        view._head = make_linear(self._head.rows(ids).to(self._dtype), None, self.weights)
+        view.vocab_size = len(ids)
+        view.output_ids = ids
+        view._stack = view._native_stack()
+        return view
+
     def _view(self, of: Callable[[Linear], Linear]) -> LlamaModel:
         view = copy.copy(self)
         view._layers = [

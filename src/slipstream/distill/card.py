@@ -1,0 +1,130 @@
+"""What is written beside the weights: the model card, the record of the run, a picture."""
+
+from __future__ import annotations
+
+import json
+import platform
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from slipstream.distill.acceptance import TEMPERATURES, Figures
+from slipstream.measure.bootstrap import Interval
+from slipstream.measure.document import tidy
+
+if TYPE_CHECKING:
+    from slipstream.distill.run import Result, Run
+
+FORMAT = 1
+
+
+def write_beside(folder: Path, run: Run, result: Result) -> None:
+    """README.md, distill.json, and acceptance.png if matplotlib is here."""
+    found = record(run, result)
+    (folder / "distill.json").write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    (folder / "README.md").write_text(card(run, result), encoding="utf-8")
+
+
+def record(run: Run, result: Result) -> dict[str, Any]:
+    """The run as a JSON document: what it was made from and by, and what it measured."""
+    job = run.job
+    document = {
+        "format": FORMAT,
+        "command": job.command,
+        "argv": sys.argv,
+        "versions": versions(),
+        "target": {"name": job.target, "sha256": run.target.hash},
+        "start": {"init": job.init, "source": str(run.start.source)},
+        "data": {"sources": job.data, "documents": run.data.documents, "sha256": run.data.hash},
+        "settings": job.binding(),
+        "steps": result.steps,
+        "stopped_early": result.stopped_early,
+        "seconds": result.seconds,
+        "costs": result.costs,
+        "before": result.before,
+        "after": result.after,
+        "gain": result.gain,
+        "evaluations": result.evaluations,
+        "loss": [step.loss for step in result.curve],
+    }
+    tidied: dict[str, Any] = tidy(document)
+    return tidied
+
+
+def versions() -> dict[str, str | None]:
+    """Of everything that the outcome may depend on; None if a package is not installed as one."""
+    found: dict[str, str | None] = {"python": platform.python_version()}
+    for name in ("slipstream", "torch", "transformers", "tokenizers", "peft"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def card(run: Run, result: Result) -> str:
+    """README.md."""
+    job, after = run.job, result.after
+    ids = run.start.output_ids
+    reduced = "" if ids is None else f" Its output layer has rows for {len(ids):,} ids (`d2t`): Slipstream reads this."
+    lines = [
+        "---",
+        "library_name: transformers",
+        "tags: [speculative-decoding, draft-model]",
+        "---",
+        f"# {job.out.name}: a draft model for {Path(job.target).name}",
+        "",
+        f"Made by `slipstream distill` from `{job.init}`; it proposes tokens that the target verifies.{reduced}",
+        "",
+        f"Acceptance on {after.tokens:,} tokens of {after.documents} held-out documents, with 95 % intervals over",
+        "documents (bootstrap). T = 0: both models have the same likeliest token; T = 1: sum of min(P, q).",
+        "",
+        "| | T = 0 before | after | T = 1 before | after |",
+        "|---|---|---|---|---|",
+        *_rows(result.before, after),
+        "",
+        "Given that the tokens before were accepted, by position in the draft:",
+        "",
+        "| position | T = 0 before | after | T = 1 before | after |",
+        "|---|---|---|---|---|",
+        *_positions(result.before, after),
+        "",
+        *(_speed(t, result) for t in TEMPERATURES),
+        "",
+        f"Training: {result.steps} steps in {result.seconds / 60:.1f} minutes. `distill.json` has the rest.",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _speed(temperature: int, result: Result) -> str:
+    before, after = (f.speed_up[temperature] for f in (result.before, result.after))
+    return (
+        f"- Predicted speed-up at T = {temperature}: {before.speed_up:.2f} (k = {before.k}) before, "
+        f"{after.speed_up:.2f} (k = {after.k}) after; a draft step costs {result.costs.draft_step:.2f} target steps."
+    )
+
+
+def _rows(before: Figures, after: Figures) -> list[str]:
+    rows = [("all", before.rate, after.rate)]
+    rows += [(c, before.categories[c], after.categories[c]) for c in after.categories if len(after.categories) > 1]
+    return [
+        f"| {name} | " + " | ".join(f"{shown(b[t])} | {shown(a[t])}" for t in TEMPERATURES) + " |"
+        for name, b, a in rows
+    ]
+
+
+def _positions(before: Figures, after: Figures) -> list[str]:
+    count = min(len(f.positions[t]) for f in (before, after) for t in TEMPERATURES)
+    return [
+        f"| {j + 1} | "
+        + " | ".join(f"{shown(before.positions[t][j])} | {shown(after.positions[t][j])}" for t in TEMPERATURES)
+        + " |"
+        for j in range(count)
+    ]
+
+
+def shown(interval: Interval) -> str:
+    """A figure and its interval."""
+    return f"{interval.value:.3f} [{interval.low:.3f}, {interval.high:.3f}]"
