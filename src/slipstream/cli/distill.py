@@ -13,7 +13,10 @@ _EXAMPLES = """\b
 Examples:
   slipstream distill smollm2-135m --init prune:4 --draft-vocab 8192 --data ~/code --pattern '*.py' --minutes 40 --out d
   slipstream distill TARGET --init DRAFT --lora 16 --data chats.jsonl --out my-draft
+  slipstream distill TARGET --early-exit 8 --data chats.jsonl --out head
+  slipstream distill --from-plan plan.json --capture traffic/ --latest 2000 --out newer-draft
   slipstream generate TARGET --draft my-draft --prompt "..."
+  slipstream generate TARGET --draft early-exit:head --prompt "..."
 
 JSON lines hold {"messages": [...]}, with an "answer" or a last message by the assistant, or none of both: then the
 target answers first; {"prompt": "..."}; or {"text": "..."}. Ctrl-C keeps what there is; --resume goes on.
@@ -29,9 +32,12 @@ class _Remembering(click.Command):
 
 
 @click.command("distill", epilog=_EXAMPLES, cls=_Remembering)
-@click.argument("target", metavar="TARGET")
-@click.option("--init", required=True, metavar="START", help="A draft model, prune:4, or layers:0,9,19,29 of TARGET.")
-@click.option("--data", multiple=True, required=True, metavar="[NAME=]PATH", help="Files or folders; repeatable.")
+@click.argument("target", metavar="[TARGET]", required=False)
+@click.option("--init", default="", metavar="START", help="A draft model, prune:4, or layers:0,9,19,29 of TARGET.")
+@click.option("--data", multiple=True, metavar="[NAME=]PATH", help="Files or folders; repeatable.")
+@click.option("--capture", metavar="DIR", help="As --data: traffic that slipstream serve captured.")
+@click.option("--from-plan", metavar="FILE", help="Begin with the draft of this plan, and refuse what is no better.")
+@click.option("--latest", type=int, metavar="N", help="Take the last N texts or conversations only.")
 @click.option("--out", required=True, metavar="DIR", help="Where the draft is written.")
 @click.option("--pattern", default="*", metavar="GLOB", help="Which files of folders, such as '*.py' (default: all).")
 @click.option(
@@ -42,6 +48,8 @@ class _Remembering(click.Command):
 @click.option("--draft-vocab", type=int, metavar="N", help="Output rows for the N most frequent ids only.")
 @click.option("--full-vocab", is_flag=True, help="With --draft-vocab: write rows for all ids, for other programs.")
 @click.option("--lora", type=int, metavar="RANK", help="Train low-rank adapters only, and merge them.")
+@click.option("--early-exit", type=int, metavar="N", help="An exit head behind N layers of TARGET, not a draft model.")
+@click.option("--rank", type=int, default=64, metavar="R", help="Of the exit head's adapter (default: 64).")
 @click.option("--embeddings", is_flag=True, help="Train the table of input embeddings too.")
 @click.option("--length", type=int, default=512, metavar="N", help="Tokens in a row of training data (default: 512).")
 @click.option("--steps", type=int, metavar="N", help="Steps (default: 500).")
@@ -63,6 +71,7 @@ class _Remembering(click.Command):
 @click.option("--weights", type=click.Choice(WEIGHTS), default="auto", help="Weights of TARGET (default: auto).")
 @click.option("--device", default="cpu", metavar="NAME", help="Of TARGET: cpu (default), cuda.")
 @click.option("--threads", type=int, metavar="N", help="CPU threads (default: PyTorch's choice).")
+@click.option("--logs", metavar="DIR", help="Figures for TensorBoard.")
 @click.option("--resume", is_flag=True, help="Go on with an interrupted run.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout.")
 @click.option("--no-color", is_flag=True, help="No colours on a terminal.")

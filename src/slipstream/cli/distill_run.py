@@ -13,18 +13,23 @@ import click
 from slipstream.cli.screen import console, is_terminal, note
 from slipstream.distill.card import shown
 from slipstream.distill.job import Job
-from slipstream.distill.run import Evaluation, Interrupted, Result, distill
+from slipstream.distill.plan import read_plan
+from slipstream.distill.run import Evaluation, Interrupted, Refused, Result, distill
 from slipstream.distill.train import Step
+from slipstream.errors import InputError
 
 INTERRUPTED = 130
 
 
-def run(*, as_json: bool, no_color: bool, out: str, **options: Any) -> int:
+def run(*, as_json: bool, no_color: bool, **options: Any) -> int:
     """Train, print what came of it; the exit code."""
-    job = Job(out=Path(out), **options)
+    job = job_of(**options)
     try:
         with _screen(no_color) as screen:
             result = distill(job, screen)
+    except Refused as error:
+        click.echo(f"slipstream: {error}", err=True)
+        return 1
     except Interrupted as error:
         click.echo(f"slipstream: {error}", err=True)
         return INTERRUPTED
@@ -32,8 +37,25 @@ def run(*, as_json: bool, no_color: bool, out: str, **options: Any) -> int:
         click.echo((result.out / "distill.json").read_text(encoding="utf-8"), nl=False)
     else:
         click.echo(summary(result))
-    note(f"\nNext: slipstream generate {job.target} --draft {out} --compare --prompt ...")
+    draft = f"early-exit:{job.out}" if job.early_exit is not None else str(job.out)
+    note(f"\nNext: slipstream generate {job.target} --draft {draft} --compare --prompt ...")
     return 0
+
+
+def job_of(*, out: str, capture: str | None, from_plan: str | None, **options: Any) -> Job:
+    """The job that the options mean."""
+    if from_plan is not None:
+        if options["target"] or options["init"]:
+            raise InputError("--from-plan tells target and draft; leave TARGET and --init out")
+        planned = read_plan(Path(from_plan))
+        options |= {"target": planned.target, "init": planned.draft, "must_gain": True}
+    if not options["target"]:
+        raise InputError("TARGET is missing; name the model whose answers are wanted")
+    if capture is not None:
+        options["data"] = (*options["data"], capture)
+    if not options["data"]:
+        raise InputError("there is nothing to learn from; give --data or --capture")
+    return Job(out=Path(out), **options)
 
 
 def summary(result: Result) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slipstream.distill.acceptance import TEMPERATURES, Figures
+from slipstream.distill.picture import save_picture
 from slipstream.measure.bootstrap import Interval
 from slipstream.measure.document import tidy
 
@@ -23,7 +24,8 @@ def write_beside(folder: Path, run: Run, result: Result) -> None:
     """README.md, distill.json, and acceptance.png if matplotlib is here."""
     found = record(run, result)
     (folder / "distill.json").write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
-    (folder / "README.md").write_text(card(run, result), encoding="utf-8")
+    drawn = save_picture(folder / "acceptance.png", result, f"{run.job.out.name} for {Path(run.job.target).name}")
+    (folder / "README.md").write_text(card(run, result, drawn), encoding="utf-8")
 
 
 def record(run: Run, result: Result) -> dict[str, Any]:
@@ -63,19 +65,21 @@ def versions() -> dict[str, str | None]:
     return found
 
 
-def card(run: Run, result: Result) -> str:
-    """README.md."""
+def card(run: Run, result: Result, drawn: bool) -> str:
+    """README.md; ``drawn``: there is a picture beside it."""
     job, after = run.job, result.after
-    ids = run.start.output_ids
+    ids, exits = run.student.output_ids, job.early_exit is not None
     reduced = "" if ids is None else f" Its output layer has rows for {len(ids):,} ids (`d2t`): Slipstream reads this."
+    kind = "an exit head" if exits else "a draft model"
+    origin = f"layers 0 to {job.early_exit} of the target" if exits else f"`{job.init}`"
     lines = [
         "---",
         "library_name: transformers",
         "tags: [speculative-decoding, draft-model]",
         "---",
-        f"# {job.out.name}: a draft model for {Path(job.target).name}",
+        f"# {job.out.name}: {kind} for {Path(job.target).name}",
         "",
-        f"Made by `slipstream distill` from `{job.init}`; it proposes tokens that the target verifies.{reduced}",
+        f"Made by `slipstream distill` from {origin}; it proposes tokens that the target verifies.{reduced}",
         "",
         f"Acceptance on {after.tokens:,} tokens of {after.documents} held-out documents, with 95 % intervals over",
         "documents (bootstrap). T = 0: both models have the same likeliest token; T = 1: sum of min(P, q).",
@@ -92,6 +96,7 @@ def card(run: Run, result: Result) -> str:
         "",
         *(_speed(t, result) for t in TEMPERATURES),
         "",
+        *(["![acceptance](acceptance.png)", ""] if drawn else []),
         f"Training: {result.steps} steps in {result.seconds / 60:.1f} minutes. `distill.json` has the rest.",
         "",
     ]

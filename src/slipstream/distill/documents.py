@@ -15,7 +15,7 @@ from slipstream.errors import InputError
 _TELLING = 20
 #: A document of which so much occurs in others is a copy of them.
 _COPY = 0.5
-_LAYOUTS = '{"messages": [...]}, {"messages": [...], "answer": "..."}, {"prompt": "..."} or {"text": "..."}'
+_LAYOUTS = '{"messages": [...]}, {"prompt": "..."}, either of them with an "answer", or {"text": "..."}'
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,8 @@ class Document:
     """What it belongs to: documents of one group are never on both sides of a split."""
     text: str = ""
     """Plain text; empty of a conversation."""
+    prompt: str = ""
+    """What comes before ``text`` and was not written by the model."""
     messages: tuple[Mapping[str, str], ...] = ()
 
     @property
@@ -44,7 +46,7 @@ class Document:
     @property
     def key(self) -> str:
         """Equal of documents that say the same, whatever the white space around it."""
-        said = [m["role"] + m["content"].strip() for m in self.messages] or [self.text.strip()]
+        said = [m["role"] + m["content"].strip() for m in self.messages] or [self.prompt, self.text.strip()]
         return hashlib.sha256("\0".join(said).encode("utf-8", "surrogatepass")).hexdigest()
 
     def answer_with(self, answer: str) -> Document:
@@ -194,35 +196,43 @@ def _of_file(file: Path, category: str, group: str, *, strict: bool) -> Iterator
 
 
 def _of_lines(text: str, file: str, category: str) -> Iterator[Document]:
-    for number, line in enumerate(text.split("\n"), start=1):
+    lines = text.split("\n")
+    for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         where = f"line {number} of {file}"
         try:
             row = json.loads(line)
         except json.JSONDecodeError as error:
+            if number == len(lines) > 1:
+                continue  # a machine that stopped in the middle of writing it
             raise InputError(f"{where} is not JSON ({error.msg}); write one object a line: {_LAYOUTS}") from None
         if not isinstance(row, dict):
             raise InputError(f"{where} is not a JSON object; write {_LAYOUTS}")
-        given = row.get("id", row.get("question_id"))
-        name = f"{file}:{number}" if given is None else f"{file}:{given}"
-        group = str(row.get("conversation", name))
-        yield _of_row(row, where, Document(name, str(row.get("category", category)), group))
+        document = _of_row(row, Document(f"{file}:{number}", str(row.get("category", category)), ""))
+        if document is not None:
+            yield document
+        elif "finish_reason" not in row:  # captured traffic may hold anything
+            raise InputError(f"{where} has no usable text or messages; write {_LAYOUTS}")
 
 
-def _of_row(row: Mapping[str, Any], where: str, named: Document) -> Document:
-    if isinstance(row.get("text"), str):
-        return replace(named, text=row["text"])
-    if isinstance(row.get("prompt"), str):
-        messages: Any = [{"role": "user", "content": row["prompt"]}]
-    else:
-        messages = row.get("messages", _turns(row))
-    usable = isinstance(messages, list) and messages and all(_is_message(m) for m in messages)
-    if not usable:
-        raise InputError(f"{where} has no usable text or messages; write {_LAYOUTS}")
-    given = tuple({"role": str(m["role"]), "content": str(m["content"])} for m in messages)
-    document = replace(named, messages=given)
+def _of_row(row: Mapping[str, Any], named: Document) -> Document | None:
+    """The row's document; None if it has none. Answers to the same question are one group."""
     answer = row.get("answer")
+    if isinstance(row.get("text"), str):
+        return replace(named, text=row["text"], group=named.id)
+    if isinstance(row.get("prompt"), str) and isinstance(answer, str):
+        return replace(named, text=answer, prompt=row["prompt"], group=_hash(row["prompt"]))
+    if isinstance(row.get("prompt"), str):
+        given: Any = [{"role": "user", "content": row["prompt"]}]
+    else:
+        given = row.get("messages", _turns(row))
+    messages = [_message(m) for m in given] if isinstance(given, list) else []
+    kept = tuple(m for m in messages if m is not None)
+    if not kept or len(kept) < len(messages):
+        return None
+    first = next((m["content"] for m in kept if m["role"] == "user"), kept[0]["content"])
+    document = replace(named, messages=kept, group=_hash(first))
     return document.answer_with(answer) if isinstance(answer, str) and answer else document
 
 
@@ -232,5 +242,16 @@ def _turns(row: Mapping[str, Any]) -> Any:
     return [{"role": "user", "content": turns[0]}] if isinstance(turns, list) and turns else None
 
 
-def _is_message(given: Any) -> bool:
-    return isinstance(given, dict) and all(isinstance(given.get(key), str) for key in ("role", "content"))
+def _message(given: Any) -> dict[str, str] | None:
+    """A message with its content as one text; None if it is none."""
+    if not isinstance(given, dict) or not isinstance(given.get("role"), str):
+        return None
+    content = given.get("content")
+    if isinstance(content, list):  # parts, as OpenAI's interface has them
+        parts = [part.get("text") if isinstance(part, dict) else None for part in content]
+        content = "".join(map(str, parts)) if all(isinstance(part, str) for part in parts) else None
+    return {"role": given["role"], "content": content} if isinstance(content, str) else None
+
+
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.strip().encode("utf-8", "surrogatepass")).hexdigest()

@@ -27,6 +27,8 @@ class Job:
     data: tuple[str, ...]
     pattern: str = "*"
     """Of files in folders."""
+    latest: int | None = None
+    """Take only so many of the last documents."""
     validation_data: tuple[str, ...] = ()
     validation: float = 0.1
     """Share of the data that is set aside, where no validation data is given."""
@@ -35,6 +37,12 @@ class Job:
     draft_vocab: int | None = None
     full_vocab: bool = False
     lora: int | None = None
+    early_exit: int | None = None
+    """Make an exit head behind so many layers of the target instead of a draft model; ``init`` is empty then."""
+    rank: int = 64
+    """Of an exit head's adapter."""
+    must_gain: bool = False
+    """Refuse a draft whose acceptance is not surely higher than the start's."""
     embeddings: bool = False
     """Whether the table of input embeddings is trained too."""
     length: int = 512
@@ -64,6 +72,8 @@ class Job:
     weights: str = "auto"
     device: str = "cpu"
     threads: int | None = None
+    logs: str | None = None
+    """A folder for TensorBoard."""
     resume: bool = False
     command: str = ""
     """The words of the command line, for the record."""
@@ -75,7 +85,7 @@ class Job:
 
     def binding(self) -> dict[str, Any]:
         """What a resumed run must have in common with the interrupted one."""
-        free = {"out", "resume", "command", "threads", "checkpoint_minutes", "device", "costs"}
+        free = {"out", "resume", "command", "logs", "threads", "checkpoint_minutes", "device", "costs"}
         return {k: v for k, v in json.loads(json.dumps(asdict(self), default=str)).items() if k not in free}
 
 
@@ -86,9 +96,12 @@ def check(job: Job) -> None:
         InputError: a number without a meaning, or a place that cannot be written to.
     """
     ranges: Mapping[str, tuple[float | None, float, float]] = {
+        "--latest": (job.latest, 1, math.inf),
         "--validation": (job.validation, 0.001, 0.9),
         "--validation-tokens": (job.validation_tokens, 32, math.inf),
         "--draft-vocab": (job.draft_vocab, 1, math.inf),
+        "--early-exit": (job.early_exit, 1, math.inf),
+        "--rank": (job.rank, 1, 4096),
         "--lora": (job.lora, 1, 4096),
         "--length": (job.length, 8, 1_000_000),
         "--steps": (job.steps, 1, math.inf),
@@ -115,6 +128,13 @@ def check(job: Job) -> None:
         raise InputError("--steps and --minutes are both given; give one of them")
     if job.full_vocab and job.draft_vocab is None:
         raise InputError("--full-vocab is for --draft-vocab; without it the draft has the full vocabulary anyway")
+    unfit = [
+        o for o, given in (("--lora", job.lora), ("--draft-vocab", job.draft_vocab), ("--init", job.init)) if given
+    ]
+    if job.early_exit is not None and unfit:
+        raise InputError(f"--early-exit trains a head only, so {unfit[0]} has no meaning with it; leave it out")
+    if job.early_exit is None and not job.init:
+        raise InputError("--init is missing; give a draft model, prune:4, or layers:0,9,19,29")
     _check_places(job)
 
 

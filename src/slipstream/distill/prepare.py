@@ -18,6 +18,7 @@ from slipstream.distill.student import (
     Student,
     read_start,
     train_adapters,
+    train_exit,
     train_fully,
     with_outputs,
 )
@@ -89,6 +90,8 @@ def read_data(job: Job, target: Target) -> Data:
         InputError: too little of it, or none that can be used.
     """
     found = docs.read_documents(job.data, job.pattern)
+    if job.latest is not None:
+        found = found[-job.latest :]
     if job.validation_data:
         sides = docs.given_split(found, docs.read_documents(job.validation_data, job.pattern))
     else:
@@ -125,6 +128,11 @@ def _window(job: Job, about: Description) -> int:
 
 def make_start(job: Job, target: Target, data: Data) -> Start:
     """The weights to begin with, with the output rows that the draft is to have."""
+    if job.early_exit is not None:
+        total = int(target.description.number("num_hidden_layers"))
+        if job.early_exit >= total:
+            raise InputError(f"--early-exit {job.early_exit} does not fit the target's {total} layers; use fewer")
+        return read_start("layers:" + ",".join(map(str, range(job.early_exit))), target.description)
     start = read_start(job.init, target.description)
     if job.draft_vocab is None:
         return start
@@ -147,7 +155,9 @@ def make_student(job: Job, start: Start) -> Student:
     """The draft, with what is trained of it marked."""
     torch.manual_seed(job.seed)
     student = Student(start)
-    if job.lora is not None:
+    if job.early_exit is not None:
+        train_exit(student, job.rank)
+    elif job.lora is not None:
         train_adapters(student, job.lora)
     else:
         train_fully(student, job.embeddings)

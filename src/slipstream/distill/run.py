@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from slipstream.distill.acceptance import Exact, Figures, Kept, figures, gain, predicted, rate
+from slipstream.distill.board import Board
 from slipstream.distill.costs import measure_costs
 from slipstream.distill.job import Job, check, remember, steps_for
 from slipstream.distill.losses import CROSS_ENTROPY
@@ -31,7 +32,15 @@ from slipstream.distill.prepare import (
     make_student,
     read_data,
 )
-from slipstream.distill.student import Start, Student, merge_adapters, save_student, scratch_beside
+from slipstream.distill.student import (
+    Start,
+    Student,
+    exit_head,
+    make_portable,
+    merge_adapters,
+    save_student,
+    scratch_beside,
+)
 from slipstream.distill.teacher import SIZES, Asking, Keeping, Targets, Teacher
 from slipstream.distill.tokens import Encoded, Rows
 from slipstream.distill.train import Recipe, Step, Trainer
@@ -39,11 +48,14 @@ from slipstream.errors import InputError, SlipstreamError
 from slipstream.measure.bootstrap import Interval
 from slipstream.measure.expectation import Choice, Costs
 from slipstream.measure.files import write_whole
+from slipstream.models.exit_head import save_exit_head
 from slipstream.models.load import load_model
 
 _STATE = "state.pt"
 #: What the target says is kept, so many tokens of it at a position, if there are more than so many epochs.
 _KEPT, _EPOCHS = 64, 1.3
+#: Documents whose states tell how a portable output layer has to be.
+_STATES = 16
 
 
 @dataclass(frozen=True)
@@ -105,6 +117,10 @@ class Interrupted(SlipstreamError):  # noqa: N818 (as KeyboardInterrupt)
     """The run was ended from outside; everything so far is kept."""
 
 
+class Refused(SlipstreamError):  # noqa: N818
+    """A draft was made and found to be no better."""
+
+
 @dataclass
 class _Course:
     """What has happened so far; goes into the state."""
@@ -135,6 +151,7 @@ class Run:
     costs: Costs
     course: _Course
     observer: Observer
+    board: Board
 
     @property
     def temperature(self) -> int:
@@ -163,7 +180,11 @@ def distill(job: Job, observer: Observer) -> Result:
             shutil.rmtree(job.work)
         raise
     _train(run)
-    result = _finish(run)
+    try:
+        result = _finish(run)
+    except Refused:
+        shutil.rmtree(job.work)
+        raise
     shutil.rmtree(job.work)
     return result
 
@@ -188,7 +209,7 @@ def _prepared(job: Job, target: Target, observer: Observer) -> Run:
     if saved:
         trainer.load(saved["trainer"])
         course = _course(saved["course"])
-    return Run(job, target, data, start, student, trainer, rater, costs, course, observer)
+    return Run(job, target, data, start, student, trainer, rater, costs, course, observer, Board(job.logs))
 
 
 def _saved(job: Job) -> dict[str, Any] | None:
@@ -288,6 +309,7 @@ def _train(run: Run) -> None:
             course.curve.append(step)
             course.seconds = before + perf_counter() - began
             run.observer.step(step)
+            run.board.add("loss", step.loss, step.number)
             if step.number % job.evaluate_every == 0 or step.number == trainer.recipe.steps:
                 _evaluate(run)
             if stopped():
@@ -300,7 +322,7 @@ def _train(run: Run) -> None:
 
 
 def _evaluate(run: Run) -> None:
-    overlaps = run.rater.overlaps(_draft(run.student), run.start.output_ids)
+    overlaps = run.rater.overlaps(along(run.student), run.start.output_ids)
     found = Evaluation(
         run.trainer.step_number,
         {t: rate(overlaps, t) for t in (0, 1)},
@@ -313,9 +335,12 @@ def _evaluate(run: Run) -> None:
         course.best = found
         course.best_weights = run.trainer.state()["weights"]
     run.observer.evaluation(found, best)
+    for t, value in found.acceptance.items():
+        run.board.add(f"acceptance/T={t}", value, found.step)
+    run.board.add("predicted speed-up", found.speed_up.speed_up, found.step)
 
 
-def _draft(student: Student) -> Callable[[Encoded], Tensor]:
+def along(student: Student) -> Callable[[Encoded], Tensor]:
     """A draft in training as what ``acceptance`` asks: log-probabilities along a window."""
 
     @torch.no_grad()
@@ -409,11 +434,13 @@ def _finish(run: Run) -> Result:
         for name, weight in run.course.best_weights.items():
             own[name].copy_(weight)
     merge_adapters(student)
-    dtype = _dtype(run.start)
+    if job.full_vocab:
+        make_portable(student, [one.ids for one in run.data.training[:_STATES]])
+    dtype = torch.float32 if job.early_exit is not None else _dtype(run.start)
     round_to(student, dtype)
     exact = Exact(run.target.model, run.data.validation)
-    both = [_draft(Student(run.start)), _draft(student)]
-    before, after = exact.compare(both, [run.start.output_ids] * 2)
+    both = [along(Student(run.start)), along(student)]
+    before, after = exact.compare(both, [run.start.output_ids, student.output_ids])
     result = Result(
         out=job.out,
         before=figures(before, run.costs),
@@ -426,6 +453,12 @@ def _finish(run: Run) -> Result:
         curve=run.course.curve,
         evaluations=run.course.evaluations,
     )
+    if job.must_gain and result.gain[job.temperature].low <= 0:
+        shown = result.gain[job.temperature]
+        raise Refused(
+            f"the new draft is not better on held-out text: its acceptance at T = {job.temperature} changed by "
+            f"{shown.value:+.3f} (95 % interval {shown.low:+.3f} to {shown.high:+.3f}), so it was not written"
+        )
     run.observer.phase("writing the draft")
     _write(run, result, dtype)
     return result
@@ -438,7 +471,11 @@ def _write(run: Run, result: Result, dtype: torch.dtype) -> None:
         with scratch_beside(run.job.out) as scratch:
             folder = Path(scratch) / run.job.out.name
             folder.mkdir()
-            save_student(run.student, folder, dtype)
+            if run.job.early_exit is not None:
+                about = {"target": run.job.target, "sha256": run.target.hash}
+                save_exit_head(exit_head(run.student), folder, about)
+            else:
+                save_student(run.student, folder, dtype)
             write_beside(folder, run, result)
             folder.rename(run.job.out)
     except OSError as error:

@@ -9,7 +9,7 @@ import json
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from slipstream.errors import InputError
 from slipstream.models.describe import Description, describe
+from slipstream.models.exit_head import ExitHead
 from slipstream.models.llama import unsupported
 from slipstream.models.reduced import checkpoint_contents, read_output_ids, reduced_tensors
 
@@ -83,6 +84,7 @@ class Student(nn.Module):
         if start.tied:
             self.head = self.decoder.get_input_embeddings().weight
         self.start = start
+        """Where it began, and what its checkpoint says beside the weights."""
         self.adapter: Adapter | None = None
 
     @property
@@ -138,6 +140,44 @@ def train_adapters(student: Student, rank: int) -> None:
     config = LoraConfig(r=rank, lora_alpha=2 * rank, lora_dropout=0.0, target_modules="all-linear")
     student.decoder = get_peft_model(student.decoder, config)
     student.head.requires_grad_(student.output_ids is not None)
+
+
+def train_exit(student: Student, rank: int) -> None:
+    """Train only what an exit head has: the norm before the output layer, and an adapter behind it."""
+    student.requires_grad_(False)
+    student.adapter = Adapter(student.head.shape[1], rank)
+    student.decoder.norm.weight.requires_grad_(True)
+
+
+def exit_head(student: Student) -> ExitHead:
+    """What ``train_exit`` trained."""
+    adapter = student.adapter
+    assert adapter is not None
+    layers = int(student.start.config["num_hidden_layers"])
+    return ExitHead(layers, student.decoder.norm.weight.detach(), adapter.down.detach(), adapter.up.detach())
+
+
+#: How much less likely ids without a row are than all others together, in a portable output layer (natural log).
+_FAR = 25.0
+
+
+@torch.no_grad()
+def make_portable(student: Student, ids: Sequence[Sequence[int]]) -> None:
+    """Give a reduced output layer rows for all ids, so that other programs can read it.
+
+    There is no bias that could forbid the new ones, so they share one row m, for which m h is far below the logits of
+    the others at the states h that ``ids`` lead to (least squares).
+    """
+    rows = student.output_ids
+    assert rows is not None
+    states = torch.cat([student.states(torch.tensor([some]))[0] for some in ids]).double()
+    wanted = (states @ student.head.double().T).logsumexp(dim=1) - _FAR
+    gram = states.T @ states
+    gram += 1e-4 * gram.diagonal().mean() * torch.eye(len(gram), dtype=gram.dtype)
+    shared = torch.linalg.solve(gram, states.T @ wanted).to(student.head.dtype)
+    table = student.decoder.get_input_embeddings().weight
+    student.head = nn.Parameter(shared.repeat(len(table), 1).index_copy_(0, rows, student.head))
+    student.start = replace(student.start, output_ids=None)
 
 
 def merge_adapters(student: Student) -> None:

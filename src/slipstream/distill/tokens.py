@@ -74,8 +74,12 @@ def encode_documents(documents: Sequence[Document], tokenizer: Any, rows: int, n
 
 
 def _encode_text(document: Document, tokenizer: Any) -> Encoded:
-    ids = encode(document.text, tokenizer)
-    return Encoded(document.id, document.category, ids, (True,) * len(ids))
+    if not document.prompt:
+        ids = encode(document.text, tokenizer)
+        return Encoded(document.id, document.category, ids, (True,) * len(ids))
+    before = encode(document.prompt, tokenizer)
+    ids = (*before, *tokenizer(document.text, add_special_tokens=False)["input_ids"])
+    return Encoded(document.id, document.category, ids, (False,) * len(before) + (True,) * (len(ids) - len(before)))
 
 
 def _encode_chat(document: Document, tokenizer: Any) -> Encoded:
@@ -115,7 +119,7 @@ def pack(encoded: Sequence[Encoded], length: int, seed: int) -> Rows:
     ids = list(chain.from_iterable(encoded[i].ids for i in order))
     # the first id of a document is no continuation of the one before
     written = list(chain.from_iterable((False, *encoded[i].written[1:]) for i in order))
-    missing = -len(ids) % length + 1
+    missing = -(len(ids) - 1) % length
     stream, scores = torch.tensor([*ids, *[0] * missing]), torch.tensor([*written, *[False] * missing])
     return Rows(stream[:-1].view(-1, length), stream[1:].view(-1, length), scores[1:].view(-1, length))
 
