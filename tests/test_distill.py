@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -29,16 +30,24 @@ from slipstream.models.describe import describe
 COSTS = Costs.linear(0.2, 0.05)
 
 
+@pytest.fixture(autouse=True)
+def few_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Intervals that are good enough here."""
+    monkeypatch.setattr("slipstream.measure.bootstrap._DRAWS", 200)
+
+
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Four layers, of which the last two change little."""
-    folder = save_checkpoint(tmp_path_factory.mktemp("target"), byte_tokenizer(), num_hidden_layers=4)
+    """Four layers, of which all but the first change little."""
+    folder = save_checkpoint(
+        tmp_path_factory.mktemp("target"), byte_tokenizer(), num_hidden_layers=4, initializer_range=0.3
+    )
     from safetensors.torch import load_file, save_file
 
     tensors = load_file(folder / "model.safetensors")
     for name in tensors:
         if name.endswith(("o_proj.weight", "down_proj.weight")) and ".layers.0." not in name:
-            tensors[name] *= 0.3
+            tensors[name] *= 0.6
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
@@ -46,9 +55,13 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("texts")
-    for i in range(12):
-        words = " ".join(f"{('the', 'and', 'in', 'a', 'here')[(i * j + j) % 5]}{i}" for j in range(40))
-        (folder / f"{i}.txt").write_text(words)
+    random, words = (
+        Random(0),
+        ["the", "and", "in", "a", "here", "then", "he", "hand", "other", "an", "thin", "ring", "rain"],
+    )
+    for i in range(16):
+        lines = [" ".join(random.choice(words) for _ in range(9)) for _ in range(16)]
+        (folder / f"{i}.txt").write_text("\n".join(lines))
     return folder
 
 
@@ -80,8 +93,8 @@ def job(target: Path, texts: Path, tmp_path: Path) -> Job:
         init="prune:2",
         data=(str(texts),),
         validation=0.25,
-        length=32,
-        batch=4,
+        length=64,
+        batch=8,
         steps=12,
         evaluate_every=4,
         learning_rate=1e-2,
@@ -169,12 +182,12 @@ def test_a_reduced_vocabulary_and_a_portable_one(job: Job) -> None:
     from transformers import AutoModelForCausalLM
 
     small, whole = (
-        replace(job, draft_vocab=24),
-        replace(job, draft_vocab=24, full_vocab=True, out=job.out.parent / "whole"),
+        replace(job, draft_vocab=16),
+        replace(job, draft_vocab=16, full_vocab=True, out=job.out.parent / "whole"),
     )
     found = [run(one)[0] for one in (small, whole)]
     model: Any = load_model(small.out, weights="fp32")
-    assert model.vocab_size == 24
+    assert model.vocab_size == 16
     assert {0, 1, 2, 3} <= set(model.output_ids.tolist()), "special tokens have rows"
     theirs = AutoModelForCausalLM.from_pretrained(whole.out)
     logits = theirs(torch.tensor([[5, 6, 7, 8]])).logits[0]
@@ -187,7 +200,7 @@ def test_a_reduced_vocabulary_and_a_portable_one(job: Job) -> None:
 
 
 def test_a_reduced_draft_can_be_trained_on(job: Job) -> None:
-    first = replace(job, draft_vocab=24)
+    first = replace(job, draft_vocab=16)
     before, _ = run(first)
     after, _ = run(replace(job, init=str(first.out), out=job.out.parent / "second", seed=0))
     assert after.before.rate[1].value == pytest.approx(before.after.rate[1].value, abs=1e-3)
@@ -336,7 +349,7 @@ def test_a_full_disk_loses_nothing(job: Job, monkeypatch: pytest.MonkeyPatch) ->
 
     with pytest.raises(InputError, match=r"No space left on device; make room and go on with --resume"):
         run(replace(job, checkpoint_minutes=0), fill)
-    assert sorted(p.name for p in job.work.iterdir()) == ["settings.json", "state.pt"]
+    assert sorted(p.name for p in job.work.iterdir()) == ["settings.json", "state.pt", "targets"]
     full.broken = False  # type: ignore[attr-defined]
     monkeypatch.setattr("slipstream.distill.run.save_student", lambda *a: full_disk())
     with pytest.raises(InputError, match=r"cannot write .*draft.*: No space left on device; make room"):
@@ -415,7 +428,7 @@ def test_overlaps_are_those_of_both_models(target: Path) -> None:
         (found,) = kept.overlaps(lambda _, draft=draft: draft, ids)  # type: ignore[misc]
         assert found.greedy == exact.greedy
         assert all(a <= b + 1e-5 for a, b in zip(found.sampled, exact.sampled, strict=True))
-        assert found.sampled == pytest.approx(exact.sampled, abs=0.1)
+        assert found.sampled == pytest.approx(exact.sampled, abs=0.15)
     (same,) = kept.overlaps(lambda _: p.log().float(), None)
     assert set(same.greedy) == {1.0}
 
@@ -472,7 +485,7 @@ def test_figures_and_gains() -> None:
         ({"steps": 0}, "--steps 0 is not usable; use 1 or more"),
         ({"minutes": 1.0}, "--steps and --minutes are both given"),
         ({"loss": "mse"}, "--loss 'mse' is not known; use one of kl, "),
-        ({"accumulate": 5}, "--accumulate 5 is not usable; use 1 to 4"),
+        ({"accumulate": 9}, "--accumulate 9 is not usable; use 1 to 8"),
         ({"temperature": 2}, "--temperature 2 is not usable"),
         ({"length": 1000}, "--length 1000 is beyond the target's 256 positions"),
         ({"draft_vocab": 2}, r"--draft-vocab 2 is not usable; use 4 \(all special tokens\) to 300"),
@@ -503,7 +516,7 @@ def test_little_data(job: Job, tmp_path: Path) -> None:
 
 def test_a_target_that_does_not_fit(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("slipstream.distill.prepare.memory_here", lambda: 10_000)
-    with pytest.raises(InputError, match=r"of memory are needed for the target .* and this machine has 0.01 MB; lower"):
+    with pytest.raises(InputError, match=r"of memory are needed for the target .* and this machine has 0\.0 MB; lower"):
         run(job)
 
 

@@ -779,11 +779,12 @@ def test_the_law_across_a_swap_by_chi_square() -> None:
     for turn in range(60):
         for _ in range(20):
             engine.add(request([0], 3, k=2, temperature=1.0))
-        engine.step()
+        events = engine.step()
         engine.swap(drafts[(turn + 1) % 2])
         for _ in range(20):
             engine.add(request([0], 3, k=2, temperature=1.0))
-        counts.update(e.output.tokens for e in finish(engine).values() if e.output is not None)
+        events += finish(engine).values()
+        counts.update(e.output.tokens for e in events if e.output is not None)
     samples = sum(counts.values())
     assert samples == 60 * 40
     pooled = [(counts[s], samples * p) for s, p in joint_law(law, [0], 3, softmax).items() if samples * p >= 5]

@@ -6,6 +6,7 @@ import json
 import platform
 import sys
 from importlib.metadata import PackageNotFoundError, version
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -121,12 +122,11 @@ def _rows(before: Figures, after: Figures) -> list[str]:
 
 
 def _positions(before: Figures, after: Figures) -> list[str]:
-    count = min(len(f.positions[t]) for f in (before, after) for t in TEMPERATURES)
+    sides = [figures.positions[t] for t in TEMPERATURES for figures in (before, after)]
+    rows = zip_longest(*sides)
     return [
-        f"| {j + 1} | "
-        + " | ".join(f"{shown(before.positions[t][j])} | {shown(after.positions[t][j])}" for t in TEMPERATURES)
-        + " |"
-        for j in range(count)
+        f"| {j} | " + " | ".join("-" if one is None else shown(one) for one in row) + " |"
+        for j, row in enumerate(rows, start=1)
     ]
 
 

@@ -132,6 +132,9 @@ def _distinct(documents: Iterable[Document]) -> list[Document]:
 def _held_out(documents: Sequence[Document], share: float, seed: int) -> set[str]:
     """Groups, in an order that only names and seed decide, of every category until ``share`` of its text is reached."""
     chosen: set[str] = set()
+    groups = {d.category: {e.group for e in documents if e.category == d.category} for d in documents}
+    if all(len(some) < 2 for some in groups.values()):  # single files, each with a category of its own
+        documents = [replace(d, category="") for d in documents]
     for category in sorted({d.category for d in documents}):
         sizes: dict[str, int] = {}
         for d in documents:

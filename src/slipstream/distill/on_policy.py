@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from slipstream.distill.student import Student
+from slipstream.models.huggingface import cache_argument
 
 #: Tokens that the draft writes at the end of a row.
 WRITTEN = 32
@@ -22,10 +23,12 @@ def continue_rows(student: Student, ids: Tensor, scored: Tensor, generator: torc
     """
     written = min(WRITTEN, ids.shape[1] // 2)
     prefix = ids[:, : ids.shape[1] - written]
+    decoder: Any = student.decoder
+    argument = cache_argument(type(getattr(decoder, "base_model", decoder))) or "past_key_values"
     cache: Any = None
     new, drawn = prefix, [prefix]
     for _ in range(written):
-        out = student.decoder(input_ids=new, past_key_values=cache, use_cache=True)
+        out = decoder(input_ids=new, use_cache=True, **{argument: cache})
         cache = out.past_key_values
         states = out.last_hidden_state[:, -1]
         states = states if student.adapter is None else student.adapter(states)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -138,7 +139,9 @@ def train_adapters(student: Student, rank: int) -> None:
         raise InputError("--lora needs the package peft; install it with: pip install peft") from error
     student.requires_grad_(False)
     config = LoraConfig(r=rank, lora_alpha=2 * rank, lora_dropout=0.0, target_modules="all-linear")
-    student.decoder = get_peft_model(student.decoder, config)
+    with warnings.catch_warnings():  # peft asks transformers in ways that transformers is giving up
+        warnings.simplefilter("ignore", FutureWarning)
+        student.decoder = get_peft_model(student.decoder, config)
     student.head.requires_grad_(student.output_ids is not None)
 
 
