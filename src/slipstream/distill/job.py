@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +129,8 @@ def check(job: Job) -> None:
         raise InputError("--steps and --minutes are both given; give one of them")
     if job.full_vocab and job.draft_vocab is None:
         raise InputError("--full-vocab is for --draft-vocab; without it the draft has the full vocabulary anyway")
+    if job.logs is not None and find_spec("tensorboard") is None:
+        raise InputError("--logs needs the package tensorboard; install it with: pip install tensorboard")
     unfit = [
         o for o, given in (("--lora", job.lora), ("--draft-vocab", job.draft_vocab), ("--init", job.init)) if given
     ]
