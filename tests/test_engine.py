@@ -734,3 +734,61 @@ def test_any_schedule(actions: list[Any]) -> None:
         assert output is not None
         assert list(output.tokens) == greedy(LAW, one.prompt, len(output.tokens))
         assert len(output.tokens) == one.params.max_new_tokens or output.finish_reason is None
+
+
+# --- another draft ----------------------------------------------------------------------------------------------------
+
+
+@needs_native
+@pytest.mark.parametrize("kinds", [("model", "other"), ("none", "model"), ("cascade", "suffix"), ("model", "none")])
+@pytest.mark.parametrize("positions", [192, 4096])
+def test_a_swap_leaves_those_who_are_here_with_their_draft(
+    native: Any, native_draft: Any, kinds: tuple[str, str], positions: int
+) -> None:
+    """Each is answered as it would be alone with the draft that there was when it came: also after it was preempted."""
+    other = real("qwen2", seed=5, weights="fp32", num_hidden_layers=1)
+    made = {**NATIVE_DRAFTERS, "other": lambda target, draft: ModelDrafter(other, 60)}
+    old, new = (setting(native, made[kind](native, native_draft)) for kind in kinds)
+    requests = [request(r.prompt, 60, k=3, seed=i, temperature=0.8) for i, r in enumerate(various(8))]
+    each = native.position_bytes + sum(m.position_bytes for m in models_of(old.drafter))
+    engine = Engine(old, Limits(memory=positions * each, rows=16, prefix=0))
+    preempted: list[int] = []
+    engine._preempt = lambda job, plan: (preempted.append(job.id), Engine._preempt(engine, job, plan))  # type: ignore
+    ids = [engine.add(one) for one in requests[:4]]
+    events = [event for _ in range(6) for event in engine.step()]
+    engine.swap(new.drafter)
+    ids += [engine.add(one) for one in requests[4:]]
+    outputs = {e.id: e.output for e in events if e.output is not None}
+    outputs |= {i: event.output for i, event in finish(engine).items()}
+    assert bool(preempted) == (positions == 192)
+    for i, one in enumerate(requests):
+        output, expected = outputs[ids[i]], alone(old if i < 4 else new, one)
+        assert output is not None
+        assert same(output, expected)
+        assert (output.stats.drafted, output.stats.accepted) == (expected.stats.drafted, expected.stats.accepted)
+
+
+def test_the_law_across_a_swap_by_chi_square() -> None:
+    """Requests of before and after, in one batch, unrelated drafts: one law."""
+    law = random_law(3, seed=4)
+    drafts = [ModelDrafter(TableModel(random_law(3, seed=s, spread=2.0), 3), 3) for s in (7, 8)]
+    given = setting(TableModel(law, 3), drafts[0])
+    engine = Engine(given, Limits(memory=bytes_of(given, 64 * 40)))
+    counts: Counter[tuple[int, ...]] = Counter()
+    torch.manual_seed(0)
+    for turn in range(60):
+        for _ in range(20):
+            engine.add(request([0], 3, k=2, temperature=1.0))
+        events = engine.step()
+        engine.swap(drafts[(turn + 1) % 2])
+        for _ in range(20):
+            engine.add(request([0], 3, k=2, temperature=1.0))
+        events += finish(engine).values()
+        counts.update(e.output.tokens for e in events if e.output is not None)
+    samples = sum(counts.values())
+    assert samples == 60 * 40
+    pooled = [(counts[s], samples * p) for s, p in joint_law(law, [0], 3, softmax).items() if samples * p >= 5]
+    rest = (samples - sum(a for a, _ in pooled), samples - sum(b for _, b in pooled))
+    observed, expected = zip(*[pair for pair in [*pooled, rest] if pair[1] > 1], strict=True)
+    scale = sum(observed) / sum(expected)
+    assert chisquare(observed, [e * scale for e in expected]).pvalue > 1e-3

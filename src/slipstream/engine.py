@@ -18,6 +18,7 @@ from torch import Tensor
 from slipstream.answers import Setting, check_prompt
 from slipstream.controller import make_policy
 from slipstream.decode import Proposal
+from slipstream.drafters.base import Drafter
 from slipstream.errors import InputError
 from slipstream.goodput import MOST, BatchController, Goodput
 from slipstream.job import Job
@@ -111,9 +112,12 @@ class Engine:
         """
         validate(request.params, self.setting.target.vocab_size)
         check_prompt(request.prompt, self.setting.target)
-        setting = self.setting if request.k is None else replace(self.setting, policy=make_policy(request.k))
+        with self._lock:  # so that both are of the same draft
+            setting, arenas = self.setting, self.seats.arenas
+        if request.k is not None:
+            setting = replace(setting, policy=make_policy(request.k))
         if request.drafter is not None:
-            known = models_of(self.setting.drafter)
+            known = models_of(setting.drafter)
             if any(all(model is not one for one in known) for model in models_of(request.drafter)):
                 raise InputError("drafter= of a request drafts with a model that the engine has no memory for")
             setting = replace(setting, drafter=request.drafter)
@@ -126,7 +130,7 @@ class Engine:
         progress = decoder.begin(request.prompt, answer.push, setting.target.new_cache())
         with self._lock:
             self._count += 1
-            self._added.append(Job(self._count, request, decoder, answer, progress))
+            self._added.append(Job(self._count, request, decoder, answer, progress, arenas))
             self._open.add(self._count)
             return self._count
 
@@ -137,6 +141,16 @@ class Engine:
                 return False
             self._aborted.add(request)
             return True
+
+    def swap(self, drafter: Drafter) -> None:
+        """Draft with ``drafter`` for the requests that are added from now on; from any thread.
+
+        Those that are here already finish with the drafter that they began with. Until then the caches of both have
+        their memory. Whatever drafts, the answers follow the target.
+        """
+        with self._lock:
+            self.seats.renew(models_of(drafter))
+            self.setting = replace(self.setting, drafter=drafter)
 
     def answers(self, requests: Sequence[Request]) -> list[Output]:
         """The outputs of ``requests``, in their order; the first failure is raised, and ends everything.

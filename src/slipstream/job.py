@@ -15,7 +15,7 @@ from slipstream.decode import Clock, Decoder, Progress, Proposal
 from slipstream.drafters.base import Read, run
 from slipstream.goodput import BatchController
 from slipstream.models.base import Item
-from slipstream.slots import Slot
+from slipstream.slots import Arena, Slot
 from slipstream.types import Draft, Request, Round
 
 
@@ -29,8 +29,10 @@ class Job:
     answer: Answer
     progress: Progress
     """Its cache is of use only while there are ``slots``."""
+    arenas: Sequence[Arena]
+    """Where it may have slots: the target's, then those of its draft models."""
     slots: list[Slot] = field(default_factory=list)
-    """Its places in memory: in the target's arena, then in those of draft models."""
+    """Its places in ``arenas``, as far as it has them."""
     since: float = field(default_factory=perf_counter)
     draft_seconds: float = 0.0
     read_seconds: float = 0.0

@@ -13,7 +13,7 @@ from slipstream.job import Job, readers
 from slipstream.models.base import Model
 from slipstream.models.cache import KeyValueCache
 from slipstream.prefix import PrefixCache, common
-from slipstream.slots import QUANTUM, make_arenas, position_bytes
+from slipstream.slots import QUANTUM, Arena, make_arenas, position_bytes
 from slipstream.types import Request
 
 #: Places are this much larger than needed, if there is room: growing may mean that others move.
@@ -45,6 +45,13 @@ class Seats:
         self.arenas = make_arenas([target, *draft_models], memory - kept)
         """The target's, then one for each draft model, which may be the target once more."""
 
+    def renew(self, draft_models: Sequence[Model]) -> None:
+        """Have other draft models for those who come from now on; who is here keeps the arenas that it has.
+
+        The memory of arenas is free again when the last of those is gone.
+        """
+        self.arenas = [self.arenas[0], *(Arena(model, self.positions) for model in draft_models)]
+
     @property
     def positions(self) -> int:
         """How many tokens all requests together may have at a time."""
@@ -54,7 +61,7 @@ class Seats:
         """Find a place for what it has so far and some more, and begin there anew; False if there is none."""
         need = len(job.tokens) + 1
         want = min(job.decoder.max_length, need + _AHEAD)
-        for arena in self.arenas if job.reads_draft else self.arenas[:1]:
+        for arena in job.arenas if job.reads_draft else job.arenas[:1]:
             slot = arena.take(need, want)
             if slot is None:
                 self._vacate(job)
@@ -64,7 +71,7 @@ class Seats:
         job.decoder.share(job.progress)
         session: Any = job.decoder.session
         if job.reads_draft:
-            drafting = zip(self.arenas[1:], job.slots[1:], strict=True)
+            drafting = zip(job.arenas[1:], job.slots[1:], strict=True)
             caches = {id(arena.model): slot.cache for arena, slot in drafting}
             session.lend(lambda model: caches[id(model)])
         if self.prefixes is not None and job.shares:
@@ -74,12 +81,12 @@ class Seats:
     def grow(self, job: Job, need: int) -> bool:
         """Make room for ``need`` tokens; False if there is none."""
         want = min(need + max(QUANTUM, need // 2), job.decoder.max_length)
-        return all(arena.grow(slot, need, want) for arena, slot in zip(self.arenas, job.slots, strict=False))
+        return all(arena.grow(slot, need, want) for arena, slot in zip(job.arenas, job.slots, strict=False))
 
     def fits(self, job: Job, read: Read) -> bool:
         """Make room for a pass of a draft model, which may need more tokens than the target for the same text."""
         need = read.cache.length + len(read.tokens)
-        own = [pair for pair in zip(self.arenas, job.slots, strict=False) if pair[1].cache is read.cache]
+        own = [pair for pair in zip(job.arenas, job.slots, strict=False) if pair[1].cache is read.cache]
         return all(arena.grow(slot, need) for arena, slot in own)
 
     def leave(self, job: Job, *, keep: bool = True) -> None:
@@ -101,7 +108,7 @@ class Seats:
         return any(common(other.tokens, job.tokens[:-1]) > held for other in readers(running) if other.shares)
 
     def _vacate(self, job: Job) -> None:
-        for arena, slot in zip(self.arenas, job.slots, strict=False):
+        for arena, slot in zip(job.arenas, job.slots, strict=False):
             arena.give_back(slot)
         job.slots.clear()
 

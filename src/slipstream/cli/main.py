@@ -25,6 +25,7 @@ COMMANDS = {
     "bench": "Measure what drafts gain on this machine, beside other engines.",
     "cost": "Tell what a service costs with and without speculation.",
     "costs": "Measure what passes of a model take, by rows and batch.",
+    "distill": "Make a better draft model from your own text.",
     "demo": "See it work: one answer on a small real model, plain and then speculative.",
     "doctor": "Tell whether two models can work together, and what memory they need.",
     "export": "Hand a plan to another engine: launch commands, config files, Kubernetes.",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import nan
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 from slipstream.drafters.base import Gate
 from slipstream.errors import InputError
 from slipstream.models.base import Cache, Model
+from slipstream.models.exit_head import ExitHead, read_exit_head
 from slipstream.sampling import Sampler
 from slipstream.types import Draft, DraftEnd
 
@@ -25,19 +27,26 @@ PREFIX = "early-exit:"
 class EarlyExitDrafter:
     """Drafts with the first ``layers`` layers of ``target``.
 
+    Args:
+        target: runs in the lean decoder.
+        layers: how many.
+        head: what was trained to come behind them; None for the target's last norm.
+
     Raises:
         InputError: the target cannot stop between layers, or does not have so many.
     """
 
-    def __init__(self, target: Model, layers: int) -> None:
+    def __init__(self, target: Model, layers: int, head: ExitHead | None = None) -> None:
         total = getattr(target, "num_layers", None)
         if total is None or not hasattr(target, "exit_early"):
             raise InputError(f"{PREFIX}{layers} needs the lean decoder, and {target.name} runs behind the adapter")
         if not 1 <= layers < total:
             raise InputError(f"{PREFIX}{layers} does not fit {target.name}: of its {total} layers use 1 to {total - 1}")
         self.name = f"{PREFIX}{layers}"
-        self.target: Any = target
         self.layers = layers
+        lean: Any = target
+        self.target = lean
+        self.head: ExitHead | None = None if head is None else lean.fit(head)
 
     def start(self, sampler: Sampler) -> EarlyExitSession:
         """Begin one request."""
@@ -77,7 +86,7 @@ class EarlyExitSession:
             new = drafted[-1] if drafted else tokens[-1]
             if new >= target.embedding_size:
                 break
-            logits = target.exit_early([new], cache, self._drafter.layers)
+            logits = target.exit_early([new], cache, self._drafter.layers, head=self._drafter.head)
             if bool(logits.isnan().any()):
                 break
             q = self._sampler.probs(logits, [*tokens, *drafted])[0]
@@ -98,12 +107,15 @@ class EarlyExitSession:
 
 
 def early_exit(name: str, target: Model) -> EarlyExitDrafter:
-    """The drafter that ``early-exit:8`` means.
+    """The drafter that ``early-exit:8`` means, or ``early-exit:FOLDER`` with an exit head in it.
 
     Raises:
-        InputError: what follows the colon is not a number of layers of ``target``.
+        InputError: what follows the colon is neither a number of layers of ``target`` nor such a folder.
     """
     given = name.removeprefix(PREFIX)
+    if given and Path(given).is_dir():
+        head = read_exit_head(Path(given))
+        return EarlyExitDrafter(target, head.layers, head)
     if not given.isdecimal():
         raise InputError(f"the draft {name!r} names no number of layers; write for example {PREFIX}8")
     return EarlyExitDrafter(target, int(given))

@@ -99,7 +99,7 @@ class HuggingFaceModel:
         self.eos_token_ids = _eos_token_ids(self.model, tokenizer)
         self.device = _input_device(embedding)
         self._rope_switches = _rope_switches(config)
-        self._cache_argument = _cache_argument(type(model)) or "past_key_values"
+        self._cache_argument = cache_argument(type(model)) or "past_key_values"
         self._has_logits_to_keep = "logits_to_keep" in inspect.signature(type(model).forward).parameters
 
     @property
@@ -197,7 +197,7 @@ def _class_obstacle(model_class: Any) -> str | None:
         return None
     # transformers' own list of architectures that bring a cache of their own; the method is not in every version.
     takes_cache = getattr(model_class, "_supports_default_dynamic_cache", lambda: True)()
-    if not takes_cache or _cache_argument(model_class) is None:
+    if not takes_cache or cache_argument(model_class) is None:
         return "keeps its state outside the key/value cache of transformers"
     return None
 
@@ -279,7 +279,7 @@ def _text_config(config: Any) -> Any:
     return config.get_text_config(decoder=True)
 
 
-def _cache_argument(model_class: Any) -> str | None:
+def cache_argument(model_class: Any) -> str | None:
     """The name under which ``forward`` takes the cache: transformers renamed it in the course of version 5."""
     parameters = inspect.signature(model_class.forward).parameters
     return next((name for name in ("cache", "past_key_values") if name in parameters), None)

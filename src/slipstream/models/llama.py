@@ -24,6 +24,7 @@ from torch.nn import functional as F  # noqa: N812
 from slipstream.errors import InputError
 from slipstream.models.base import Item
 from slipstream.models.cache import Ahead, KeyValueCache
+from slipstream.models.exit_head import ExitHead
 from slipstream.models.heap import return_freed
 from slipstream.models.linear import Linear, activation_dtype, embedding_dtype, make_linear, stored_bytes
 from slipstream.models.native.panels import PanelLinear
@@ -145,6 +146,19 @@ class LlamaModel:
         view._by_row = True
         return view
 
+    def with_outputs(self, ids: Tensor) -> LlamaModel | None:
+        """The same weights with an output layer for ``ids`` (R,) only; None where the layer's rows cannot be told."""
+        if not isinstance(self._head, PanelLinear) or self.weights == "int8":
+            return None
+        view = copy.copy(self)
+        if view._table is None:
+            view._table = self._head.rows(torch.arange(self.embedding_size))
+        view._head = make_linear(self._head.rows(ids).to(self._dtype), None, self.weights)
+        view.vocab_size = len(ids)
+        view.output_ids = ids
+        view._stack = view._native_stack()
+        return view
+
     def _view(self, of: Callable[[Linear], Linear]) -> LlamaModel:
         view = copy.copy(self)
         view._layers = [
@@ -152,6 +166,19 @@ class LlamaModel:
         ]
         view._head = of(self._head)
         return view
+
+    def fit(self, head: ExitHead) -> ExitHead:
+        """``head`` in this model's numbers.
+
+        Raises:
+            InputError: it was made for another width.
+        """
+        if head.norm.shape != self._norm.shape:
+            raise InputError(
+                f"the exit head was made for a width of {len(head.norm)}, and {self.name} has {len(self._norm)}; make "
+                "one for this target"
+            )
+        return head.to(self._norm)
 
     @property
     def num_layers(self) -> int:
@@ -221,8 +248,17 @@ class LlamaModel:
         return torch.split(logits, [item.num_logits for item in items])
 
     @torch.inference_mode()
-    def exit_early(self, tokens: Sequence[int], cache: KeyValueCache, layers: int, num_logits: int = 1) -> Tensor:
+    def exit_early(
+        self,
+        tokens: Sequence[int],
+        cache: KeyValueCache,
+        layers: int,
+        num_logits: int = 1,
+        head: ExitHead | None = None,
+    ) -> Tensor:
         """Run ``tokens`` through the first ``layers`` only; logits (num_logits, V) of the last ones, from there.
+
+        ``head`` takes the place of the last layer's norm.
 
         They come behind the cache's length and what earlier calls put there; ``cache.length`` stays as it is, and
         ``forward`` goes on from where they are.
@@ -234,7 +270,8 @@ class LlamaModel:
         self._run(x, _Span(cache, start, 0, layers), 0)
         states = torch.cat((before.states, x)) if before else x
         cache.ahead = Ahead(layers, (*(before.tokens if before else ()), *tokens), states)
-        return self._head(self._normed(x[len(x) - num_logits :, : len(self._norm)], self._norm))
+        last = x[len(x) - num_logits :, : len(self._norm)]
+        return self._head(self._normed(last, self._norm) if head is None else head(last, self._eps))
 
     def _run(self, x: Tensor, span: _Span, num_logits: int) -> Tensor:
         """Take ``x`` (n, D) through some layers, in place, and its last rows through the output layer."""

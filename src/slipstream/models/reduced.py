@@ -24,6 +24,7 @@ from slipstream.errors import InputError
 
 _SIZE = "draft_vocab_size"
 _HEAD = "lm_head.weight"
+_TABLE = "model.embed_tokens.weight"
 _BESIDE = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
 
 
@@ -71,19 +72,29 @@ def cut_output_layer(source: Path, ids: Sequence[int], target: Path) -> None:
     """
     if target.exists():
         raise InputError(f"{target} exists already: give another folder, or remove it first")
-    config, tensors = _checkpoint(source)
-    embedding = tensors["model.embed_tokens.weight"]
+    config, tensors = checkpoint_contents(source)
+    embedding = tensors[_TABLE]
     head = tensors.get(_HEAD, embedding)
     if "d2t" in tensors or len(head) != len(embedding):
         raise InputError(f"{source} has {len(head)} rows of output for {len(embedding)} ids already: cut the original")
     if not ids:
         raise InputError("ids is empty: give the ids that the draft shall be able to propose")
     _check_ids("ids", ids, len(embedding), "correct them")
+    tensors[_HEAD] = head[torch.tensor(ids, dtype=torch.long)].contiguous()
+    tensors, config = reduced_tensors(tensors, config, ids)
+    _save(source, config, tensors, target)
+
+
+def reduced_tensors(
+    tensors: Mapping[str, Tensor], config: Mapping[str, Any], ids: Sequence[int]
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """A checkpoint whose output layer has a row for each of ``ids``, with what says so."""
     kept = torch.tensor(ids, dtype=torch.long)
-    tensors[_HEAD] = head[kept].contiguous()
-    tensors["d2t"] = kept - torch.arange(len(kept))
-    tensors["t2d"] = torch.zeros(len(embedding), dtype=torch.bool).index_fill_(0, kept, True)
-    _save(source, {**config, _SIZE: len(ids), "tie_word_embeddings": False}, tensors, target)
+    maps = {
+        "d2t": kept - torch.arange(len(kept)),
+        "t2d": torch.zeros(len(tensors[_TABLE]), dtype=torch.bool).index_fill_(0, kept, True),
+    }
+    return {**tensors, **maps}, {**config, _SIZE: len(ids), "tie_word_embeddings": False}
 
 
 def _check_ids(what: str, ids: Sequence[int], size: int, advice: str) -> None:
@@ -97,14 +108,19 @@ def _check_ids(what: str, ids: Sequence[int], size: int, advice: str) -> None:
         seen.add(i)
 
 
-def _checkpoint(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def checkpoint_contents(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """config.json and all tensors of a checkpoint in safetensors files.
+
+    Raises:
+        InputError: it cannot be read, or has no embedding.
+    """
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         tensors = {name: t for file in sorted(folder.glob("*.safetensors")) for name, t in load_file(file).items()}
-        found = isinstance(config, dict) and "model.embed_tokens.weight" in tensors
+        found = isinstance(config, dict) and _TABLE in tensors
     except (OSError, ValueError, SafetensorError) as error:
         raise InputError(f"{folder} cannot be read ({error}): give a folder in Hugging Face layout") from error
     if not found:

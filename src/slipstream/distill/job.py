@@ -1,0 +1,190 @@
+"""What is asked for: target, start, data, recipe; and the checks that need no weights."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from slipstream.distill.losses import NAMES
+from slipstream.errors import InputError
+from slipstream.measure.expectation import Costs
+
+#: Steps of a run that says neither how many nor how long.
+_STEPS = 500
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run of ``slipstream distill``, as the user put it."""
+
+    target: str
+    out: Path
+    init: str
+    data: tuple[str, ...]
+    pattern: str = "*"
+    """Of files in folders."""
+    latest: int | None = None
+    """Take only so many of the last documents."""
+    validation_data: tuple[str, ...] = ()
+    validation: float = 0.1
+    """Share of the data that is set aside, where no validation data is given."""
+    validation_tokens: int = 8192
+    """Positions that drafts are measured at."""
+    draft_vocab: int | None = None
+    full_vocab: bool = False
+    lora: int | None = None
+    early_exit: int | None = None
+    """Make an exit head behind so many layers of the target instead of a draft model; ``init`` is empty then."""
+    rank: int = 64
+    """Of an exit head's adapter."""
+    must_gain: bool = False
+    """Refuse a draft whose acceptance is not surely higher than the start's."""
+    embeddings: bool = False
+    """Whether the table of input embeddings is trained too."""
+    length: int = 512
+    steps: int | None = None
+    minutes: float | None = None
+    loss: str = "kl"
+    learning_rate: float = 1e-3
+    batch: int = 8
+    accumulate: int = 1
+    bf16: bool = False
+    on_policy: float = 0.0
+    keep: int | None = None
+    """Of each of the target's distributions keep so many tokens for the next epochs; 0 asks anew each time, None
+    decides by the number of epochs."""
+    seed: int = 0
+    evaluate_every: int = 50
+    patience: int = 6
+    """Evaluations without a better one after which training ends."""
+    temperature: int = 0
+    """0 or 1: for which the speed-up is predicted that training is to raise."""
+    checkpoint_minutes: float = 5.0
+    answer_tokens: int = 256
+    """Of answers that the target writes to prompts."""
+    answer_temperature: float = 0.0
+    costs: Costs | None = None
+    """Measured if None."""
+    weights: str = "auto"
+    device: str = "cpu"
+    threads: int | None = None
+    logs: str | None = None
+    """A folder for TensorBoard."""
+    resume: bool = False
+    command: str = ""
+    """The words of the command line, for the record."""
+
+    @property
+    def work(self) -> Path:
+        """The folder of what an unfinished run has so far."""
+        return self.out.with_name(f"{self.out.name}.unfinished")
+
+    def binding(self) -> dict[str, Any]:
+        """What a resumed run must have in common with the interrupted one."""
+        free = {"out", "resume", "command", "logs", "threads", "checkpoint_minutes", "device", "costs"}
+        return {k: v for k, v in json.loads(json.dumps(asdict(self), default=str)).items() if k not in free}
+
+
+def check(job: Job) -> None:
+    """Refuse what cannot work.
+
+    Raises:
+        InputError: a number without a meaning, or a place that cannot be written to.
+    """
+    ranges: Mapping[str, tuple[float | None, float, float]] = {
+        "--latest": (job.latest, 1, math.inf),
+        "--validation": (job.validation, 0.001, 0.9),
+        "--validation-tokens": (job.validation_tokens, 32, math.inf),
+        "--draft-vocab": (job.draft_vocab, 1, math.inf),
+        "--early-exit": (job.early_exit, 1, math.inf),
+        "--rank": (job.rank, 1, 4096),
+        "--lora": (job.lora, 1, 4096),
+        "--length": (job.length, 8, 1_000_000),
+        "--steps": (job.steps, 1, math.inf),
+        "--minutes": (job.minutes, 0.01, math.inf),
+        "--learning-rate": (job.learning_rate, 1e-9, 10),
+        "--batch": (job.batch, 1, math.inf),
+        "--accumulate": (job.accumulate, 1, job.batch),
+        "--on-policy": (job.on_policy, 0, 1),
+        "--keep": (job.keep, 0, 4096),
+        "--evaluate-every": (job.evaluate_every, 1, math.inf),
+        "--patience": (job.patience, 1, math.inf),
+        "--checkpoint-minutes": (job.checkpoint_minutes, 0, math.inf),
+        "--answer-tokens": (job.answer_tokens, 1, math.inf),
+    }
+    for option, (value, low, high) in ranges.items():
+        if value is not None and not low <= value <= high:
+            most = f" to {high:g}" if high < math.inf else " or more"
+            raise InputError(f"{option} {value:g} is not usable; use {low:g}{most}")
+    if job.loss not in NAMES:
+        raise InputError(f"--loss {job.loss!r} is not known; use one of {', '.join(NAMES)}")
+    if job.temperature not in (0, 1):
+        raise InputError(f"--temperature {job.temperature} is not usable; acceptance is told at 0 and at 1")
+    if job.steps is not None and job.minutes is not None:
+        raise InputError("--steps and --minutes are both given; give one of them")
+    if job.full_vocab and job.draft_vocab is None:
+        raise InputError("--full-vocab is for --draft-vocab; without it the draft has the full vocabulary anyway")
+    if job.logs is not None and find_spec("tensorboard") is None:
+        raise InputError("--logs needs the package tensorboard; install it with: pip install tensorboard")
+    unfit = [
+        o for o, given in (("--lora", job.lora), ("--draft-vocab", job.draft_vocab), ("--init", job.init)) if given
+    ]
+    if job.early_exit is not None and unfit:
+        raise InputError(f"--early-exit trains a head only, so {unfit[0]} has no meaning with it; leave it out")
+    if job.early_exit is None and not job.init:
+        raise InputError("--init is missing; give a draft model, prune:4, or layers:0,9,19,29")
+    _check_places(job)
+
+
+def _check_places(job: Job) -> None:
+    out = job.out
+    if out.exists():
+        raise InputError(f"--out {str(out)!r} exists already; give another folder, or remove it first")
+    parent = out.resolve().parent
+    if not parent.is_dir():
+        raise InputError(f"--out {str(out)!r} is in a folder that does not exist; make the folder first")
+    if job.work.exists() and not job.resume:
+        raise InputError(f"{str(job.work)!r} holds an unfinished run; go on with --resume, or remove it to start anew")
+    if job.resume and not (job.work / "settings.json").exists():
+        raise InputError(f"there is no unfinished run in {str(job.work)!r}; leave --resume out")
+
+
+def remember(job: Job, facts: Mapping[str, Any]) -> None:
+    """Write down what a resumed run must have in common with this one, or hold a resumed run against it.
+
+    Raises:
+        InputError: a resumed run differs.
+    """
+    file, mine = job.work / "settings.json", {**job.binding(), **facts}
+    if file.exists():
+        before = json.loads(file.read_text(encoding="utf-8"))
+        unlike = next((k for k in {**before, **mine} if before.get(k) != mine.get(k)), None)
+        if unlike is not None:
+            raise InputError(
+                f"the unfinished run in {str(job.work)!r} had {unlike} {before.get(unlike)!r}, and this one has "
+                f"{mine.get(unlike)!r}; resume with the same, or remove the folder"
+            )
+        return
+    file.write_text(json.dumps(mine, indent=2) + "\n", encoding="utf-8")
+
+
+def steps_for(job: Job, step_seconds: float, target_seconds: float, epoch: float) -> int:
+    """How many steps to make.
+
+    Args:
+        job: says how many, or for how long.
+        step_seconds: of a step without asking the target.
+        target_seconds: of asking it for the rows of a step.
+        epoch: after so many steps the target need not be asked again; infinity if it always must.
+    """
+    if job.minutes is None:
+        return job.steps or _STEPS
+    budget, both = 60 * job.minutes, step_seconds + target_seconds
+    if budget <= epoch * both:
+        return max(1, int(budget / both))
+    return max(1, int(epoch + (budget - epoch * both) / step_seconds))

@@ -1,0 +1,551 @@
+"""``slipstream distill`` on tiny models: starts, training, resuming, results, refusals."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+
+from conftest import byte_tokenizer, save_checkpoint
+from slipstream import InputError, SpeculativeDecoding, load_model
+from slipstream.distill.acceptance import Exact, Kept, Overlaps, by_position, figures, gain, predicted, rate
+from slipstream.distill.job import Job, steps_for
+from slipstream.distill.run import Evaluation, Interrupted, Refused, Result, distill
+from slipstream.distill.student import Student, evenly, read_start, save_student
+from slipstream.distill.tokens import Encoded
+from slipstream.distill.train import Recipe, Step
+from slipstream.measure.expectation import Choice, Costs
+from slipstream.models.describe import describe
+
+COSTS = Costs.linear(0.2, 0.05)
+
+
+@pytest.fixture(autouse=True)
+def few_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Intervals that are good enough here."""
+    monkeypatch.setattr("slipstream.measure.bootstrap._DRAWS", 200)
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four layers, of which all but the first change little."""
+    folder = save_checkpoint(
+        tmp_path_factory.mktemp("target"), byte_tokenizer(), num_hidden_layers=4, initializer_range=0.3
+    )
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(folder / "model.safetensors")
+    for name in tensors:
+        if name.endswith(("o_proj.weight", "down_proj.weight")) and ".layers.0." not in name:
+            tensors[name] *= 0.6
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("texts")
+    random, words = (
+        Random(0),
+        ["the", "and", "in", "a", "here", "then", "he", "hand", "other", "an", "thin", "ring", "rain"],
+    )
+    for i in range(16):
+        lines = [" ".join(random.choice(words) for _ in range(9)) for _ in range(16)]
+        (folder / f"{i}.txt").write_text("\n".join(lines))
+    return folder
+
+
+class Quiet:
+    """Remembers what it is told."""
+
+    def __init__(self, at_step: Callable[[Step], None] = lambda _: None) -> None:
+        self.steps: list[Step] = []
+        self.evaluations: list[Evaluation] = []
+        self._at_step = at_step
+
+    def phase(self, what: str) -> None: ...
+
+    def begin(self, steps: int, done: int) -> None: ...
+
+    def step(self, step: Step) -> None:
+        self.steps.append(step)
+        self._at_step(step)
+
+    def evaluation(self, evaluation: Evaluation, best: bool) -> None:
+        self.evaluations.append(evaluation)
+
+
+@pytest.fixture
+def job(target: Path, texts: Path, tmp_path: Path) -> Job:
+    return Job(
+        target=str(target),
+        out=tmp_path / "draft",
+        init="prune:2",
+        data=(str(texts),),
+        validation=0.25,
+        length=64,
+        batch=8,
+        steps=12,
+        evaluate_every=4,
+        learning_rate=1e-2,
+        costs=COSTS,
+        weights="fp32",
+    )
+
+
+def run(job: Job, at_step: Callable[[Step], None] = lambda _: None) -> tuple[Result, Quiet]:
+    quiet = Quiet(at_step)
+    return distill(job, quiet), quiet
+
+
+# --- starts -----------------------------------------------------------------------------------------------------------
+
+
+def test_layers() -> None:
+    assert [evenly(n, 30) for n in (1, 2, 3, 4)] == [[0], [0, 29], [0, 14, 29], [0, 9, 19, 29]]
+
+
+def test_a_start_is_its_layers_of_the_target(target: Path, tmp_path: Path) -> None:
+    """All layers: the target itself; some: as transformers' own model with the others taken out."""
+    from transformers import AutoModelForCausalLM
+
+    reference = AutoModelForCausalLM.from_pretrained(target)
+    ids, scored = torch.tensor([[5, 6, 7, 8]]), torch.ones(1, 4, dtype=torch.bool)
+    for layers in ([0, 1, 2, 3], [0, 2]):
+        student = Student(read_start(f"layers:{','.join(map(str, layers))}", describe(str(target))))
+        reference.model.layers = torch.nn.ModuleList([reference.model.layers[i] for i in layers])
+        expected = reference(ids, use_cache=False).logits[0].log_softmax(-1)
+        with torch.no_grad():
+            assert torch.allclose(student.log_probs(ids, scored), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("init", "said"),
+    [
+        ("prune:0", "does not fit the target's 4 layers; use prune:1 to 3"),
+        ("prune:4", "does not fit the target's 4 layers"),
+        ("prune:two", "is not understood"),
+        ("layers:0,4", "name layers 0 to 3"),
+        ("layers:1,0", "in ascending order"),
+        ("layers:", "is not understood"),
+        ("nowhere", "nowhere"),
+        ("", "--init is missing"),
+    ],
+)
+def test_starts_that_do_not_fit(job: Job, init: str, said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        run(replace(job, init=init))
+    assert not job.work.exists()
+
+
+def test_another_tokenizer_is_refused(job: Job, other_tokenizer_checkpoint: Path) -> None:
+    with pytest.raises(InputError, match=r"has another tokenizer than the target .* \(id 4 is"):
+        run(replace(job, init=str(other_tokenizer_checkpoint)))
+
+
+# --- what comes of it -------------------------------------------------------------------------------------------------
+
+
+def test_a_draft_that_slipstream_and_transformers_load(job: Job) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    result, quiet = run(job)
+    assert result.gain[0].value > 0.02, "training did not help"
+    assert result.gain[1].value > 0.02
+    assert [e.step for e in quiet.evaluations] == [4, 8, 12]
+    model = load_model(job.out, weights="fp32")
+    theirs = AutoModelForCausalLM.from_pretrained(job.out)
+    assert theirs.config.num_hidden_layers == 2
+    ids = [5, 6, 7, 8]
+    expected = theirs(torch.tensor([ids])).logits[0]
+    assert torch.allclose(model.forward(ids, model.new_cache(), 4), expected, atol=1e-4)
+    assert AutoTokenizer.from_pretrained(job.out)("a the")["input_ids"] == byte_tokenizer()("a the")["input_ids"]
+    plain = SpeculativeDecoding(job.target)
+    fast = SpeculativeDecoding(job.target, job.out, k=3)
+    one, other = (s.complete(ids, max_new_tokens=20)[0] for s in (plain, fast))
+    assert one.tokens == other.tokens
+    assert not job.work.exists()
+    assert sorted(p.name for p in job.out.parent.iterdir()) == ["draft"], "something was left beside it"
+
+
+def test_a_reduced_vocabulary_and_a_portable_one(job: Job) -> None:
+    from transformers import AutoModelForCausalLM
+
+    small, whole = (
+        replace(job, draft_vocab=16),
+        replace(job, draft_vocab=16, full_vocab=True, out=job.out.parent / "whole"),
+    )
+    found = [run(one)[0] for one in (small, whole)]
+    model: Any = load_model(small.out, weights="fp32")
+    assert model.vocab_size == 16
+    assert {0, 1, 2, 3} <= set(model.output_ids.tolist()), "special tokens have rows"
+    theirs = AutoModelForCausalLM.from_pretrained(whole.out)
+    logits = theirs(torch.tensor([[5, 6, 7, 8]])).logits[0]
+    assert logits.shape == (4, 300)
+    few = model.forward([5, 6, 7, 8], model.new_cache(), 4)
+    assert torch.allclose(logits[:, model.output_ids], few, atol=1e-3), "the rows that were trained are as they were"
+    assert found[0].after.rate[1].value == pytest.approx(found[1].after.rate[1].value, abs=0.03)
+    with pytest.raises(InputError, match="has a reduced vocabulary already"):
+        run(replace(job, init=str(small.out), draft_vocab=10, out=job.out.parent / "x"))
+
+
+def test_a_reduced_draft_can_be_trained_on(job: Job) -> None:
+    first = replace(job, draft_vocab=16)
+    before, _ = run(first)
+    after, _ = run(replace(job, init=str(first.out), out=job.out.parent / "second", seed=0))
+    assert after.before.rate[1].value == pytest.approx(before.after.rate[1].value, abs=1e-3)
+    assert after.after.rate[1].value > before.after.rate[1].value
+
+
+def test_lora_is_merged(job: Job, tiny_draft_checkpoint: Path) -> None:
+    result, _ = run(replace(job, init=str(tiny_draft_checkpoint), lora=4))
+    assert result.gain[1].value > 0
+    model = load_model(job.out, weights="fp32")
+    assert model.forward([5, 6], model.new_cache(), 1).shape == (1, 300)
+    from safetensors import safe_open
+
+    with safe_open(job.out / "model.safetensors", "pt") as opened:
+        assert not [name for name in opened.keys() if "lora" in name or "base" in name]  # noqa: SIM118
+
+
+@pytest.mark.parametrize(
+    "change", [{"loss": "ce"}, {"on_policy": 1.0}, {"bf16": True}, {"accumulate": 4}, {"loss": "tv"}]
+)
+def test_other_recipes(job: Job, change: dict[str, Any]) -> None:
+    result, quiet = run(replace(job, steps=4, **change))
+    assert all(s.loss > 0 for s in quiet.steps)
+    assert len(result.curve) == 4
+
+
+def test_accumulating_changes_nothing_but_memory(job: Job) -> None:
+    whole, parts = (run(replace(job, steps=3, out=job.out.parent / str(n), accumulate=n))[0].curve for n in (1, 4))
+    assert [s.loss for s in whole] == pytest.approx([s.loss for s in parts], rel=1e-4)
+
+
+def test_an_exit_head(job: Job) -> None:
+    result, _ = run(replace(job, init="", early_exit=1, rank=8, steps=40, evaluate_every=20))
+    assert result.gain[1].value > 0
+    settings = {"max_new_tokens": 30, "ignore_eos": True}
+    plain = SpeculativeDecoding(job.target).complete([5, 6, 7], **settings)[0]
+    bare, trained = (
+        SpeculativeDecoding(job.target, f"early-exit:{name}", k=2).complete([5, 6, 7], **settings)[0]
+        for name in ("1", job.out)
+    )
+    assert plain.tokens == bare.tokens == trained.tokens
+    assert trained.stats.drafted > 0
+    sampled = SpeculativeDecoding(job.target, f"early-exit:{job.out}", k=2, temperature=1.0, seed=0)
+    assert sampled.complete([5, 6, 7], **settings)[0].stats.drafted > 0
+
+
+def test_the_record_and_the_card(job: Job) -> None:
+    result, _ = run(replace(job, command="slipstream distill this"))
+    record = json.loads((job.out / "distill.json").read_text())
+    assert record["command"] == "slipstream distill this"
+    assert len(record["target"]["sha256"]) == len(record["data"]["sha256"]) == 64
+    assert record["versions"]["torch"] == torch.__version__
+    assert record["after"]["rate"]["0"]["value"] == pytest.approx(result.after.rate[0].value, abs=1e-5)
+    assert len(record["loss"]) == 12
+    card = (job.out / "README.md").read_text()
+    assert f"{result.after.rate[0].value:.3f}" in card
+    assert "| 8 |" in card
+    assert (job.out / "acceptance.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_prompts_are_answered_once(job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("\n".join(json.dumps({"prompt": f"say {i} times {i * i}"}) for i in range(30)))
+    job = replace(job, data=(str(prompts),), answer_tokens=24, answer_temperature=1.0, length=64)
+    asked: list[int] = []
+    from slipstream.engine import Engine
+
+    add = Engine.add
+    monkeypatch.setattr(Engine, "add", lambda self, r: (asked.append(1), add(self, r))[1])
+    with pytest.raises(Interrupted):
+        run(job, lambda step: os.kill(os.getpid(), signal.SIGINT) if step.number == 2 else None)
+    kept = (job.work / "answers.jsonl").read_text().splitlines()
+    assert len(asked) == len(kept) == 30
+    run(replace(job, resume=True))
+    assert len(asked) == 30
+
+
+# --- going on ---------------------------------------------------------------------------------------------------------
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    return load_file(folder / "model.safetensors")
+
+
+@pytest.mark.parametrize("change", [{}, {"keep": 16}, {"on_policy": 0.5, "draft_vocab": 30}, {"lora": 2}])
+def test_an_interrupted_run_goes_on_bit_for_bit(job: Job, change: dict[str, Any]) -> None:
+    job = replace(job, **change)
+    whole, _ = run(replace(job, out=job.out.parent / "whole"))
+    for stop in (3, 8):
+        with pytest.raises(Interrupted, match=rf"after step {stop}; go on with the same command"):
+            run(
+                replace(job, resume=stop > 3),
+                lambda step, stop=stop: step.number == stop and signal.raise_signal(signal.SIGTERM),
+            )  # type: ignore[misc]
+        assert not job.out.exists()
+    rest, _ = run(replace(job, resume=True))
+    assert [s.loss for s in rest.curve] == [s.loss for s in whole.curve]
+    assert rest.evaluations == whole.evaluations
+    one, other = weights(job.out), weights(job.out.parent / "whole")
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_a_run_that_was_killed_goes_on_from_its_last_checkpoint(job: Job) -> None:
+    whole, _ = run(replace(job, out=job.out.parent / "whole"))
+
+    def die(step: Step) -> None:
+        if step.number == 7:
+            raise MemoryError
+
+    with pytest.raises(MemoryError):
+        run(replace(job, checkpoint_minutes=0), die)
+    rest, quiet = run(replace(job, resume=True))
+    assert quiet.steps[0].number == 7
+    assert [s.loss for s in rest.curve] == [s.loss for s in whole.curve]
+
+
+def test_resuming_asks_for_the_same_run(job: Job) -> None:
+    with pytest.raises(InputError, match="there is no unfinished run"):
+        run(replace(job, resume=True))
+    with pytest.raises(Interrupted):
+        run(job, lambda step: signal.raise_signal(signal.SIGINT))
+    with pytest.raises(InputError, match="holds an unfinished run"):
+        run(job)
+    with pytest.raises(InputError, match=r"had learning_rate 0\.01, and this one has 0\.5"):
+        run(replace(job, resume=True, learning_rate=0.5))
+    assert (job.work / "state.pt").exists()
+
+
+def test_a_full_disk_loses_nothing(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At a checkpoint, and at the end."""
+    write = Path.write_bytes
+
+    def full(self: Path, data: Any) -> int:
+        if self.name.startswith(".state.pt") and full.broken:  # type: ignore[attr-defined]
+            write(self, bytes(data[:100]))
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(self, data)
+
+    full.broken = False  # type: ignore[attr-defined]
+    monkeypatch.setattr(Path, "write_bytes", full)
+
+    def fill(step: Step) -> None:
+        full.broken = step.number >= 5  # type: ignore[attr-defined]
+
+    with pytest.raises(InputError, match=r"No space left on device; make room and go on with --resume"):
+        run(replace(job, checkpoint_minutes=0), fill)
+    assert sorted(p.name for p in job.work.iterdir()) == ["settings.json", "state.pt", "targets"]
+    full.broken = False  # type: ignore[attr-defined]
+    monkeypatch.setattr("slipstream.distill.run.save_student", lambda *a: full_disk())
+    with pytest.raises(InputError, match=r"cannot write .*draft.*: No space left on device; make room"):
+        run(replace(job, resume=True))
+    assert not job.out.exists()
+    monkeypatch.undo()
+    _, quiet = run(replace(job, resume=True))
+    assert not quiet.steps, "all steps had been made"
+
+
+def full_disk() -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_training_ends_where_nothing_gets_better(job: Job) -> None:
+    result, _ = run(replace(job, steps=100, evaluate_every=1, patience=3, learning_rate=1e-9))
+    assert result.stopped_early
+    assert result.steps < 100
+
+
+def test_a_draft_that_is_no_better_is_refused(job: Job) -> None:
+    with pytest.raises(Refused, match=r"is not better on held-out text: its acceptance at T = 0 changed by [+-]0\.\d+"):
+        run(replace(job, must_gain=True, learning_rate=1e-9, steps=2))
+    assert not job.out.exists()
+    result, _ = run(replace(job, must_gain=True))
+    assert result.gain[0].low > 0
+
+
+def test_minutes_become_steps(job: Job) -> None:
+    timed = replace(job, steps=None, minutes=2.0)
+    assert steps_for(timed, 1.0, 3.0, 10) == 10 + 80
+    assert steps_for(timed, 1.0, 3.0, 100) == 30
+    assert steps_for(replace(job, minutes=None), 1.0, 1.0, 5) == 12
+    result, _ = run(replace(timed, minutes=0.01))
+    assert result.steps >= 1
+
+
+def test_the_learning_rate_rises_and_falls() -> None:
+    rates = [Recipe(steps=100, learning_rate=1.0, warmup=0.1).rate(i) for i in range(100)]
+    assert rates[:10] == pytest.approx([0.1 * (i + 1) for i in range(10)])
+    assert max(rates) == rates[9] == 1.0
+    assert all(a >= b for a, b in pairwise(rates[10:]))
+    assert rates[-1] < 0.001
+
+
+# --- measuring --------------------------------------------------------------------------------------------------------
+
+
+def along(sampled: list[float], greedy: list[float] | None = None, document: str = "d") -> Overlaps:
+    return Overlaps(document, "c", tuple(greedy or sampled), tuple(sampled))
+
+
+def test_acceptance_by_position_follows_neighbours() -> None:
+    """Acceptances that come in runs: the second token is accepted more often than the first."""
+    found = by_position([along([1, 1, 1, 1, 0, 0, 0, 0, 1, 1, 1, 1])], 1, 3)
+    assert found == pytest.approx((8 / 12, 6 / 7, 4 / 5))
+    assert by_position([along([0.5] * 20)], 1, 4) == pytest.approx((0.5,) * 4)
+    assert len(by_position([along([1.0, 1.0])], 1, 8)) == 2
+    assert by_position([along([0.0, 0.0])], 0, 8) == (0.0,)
+
+
+def test_overlaps_are_those_of_both_models(target: Path) -> None:
+    """V3. Exactly, and with the target's likeliest tokens; of all ids, and of a draft that has rows for some."""
+    model = load_model(target, weights="fp32")
+    window = Encoded("d", "c", tuple(range(5, 25)), (False,) * 10 + (True,) * 10)
+    p = model.forward(window.ids[:-1], model.new_cache(), 19)[9:].double().softmax(-1)
+    q = (2 * torch.randn(10, 300, generator=torch.Generator().manual_seed(0))).log_softmax(-1)
+    some = torch.arange(0, 300, 3)
+    reduced = q[:, some].log_softmax(-1)
+    (whole,), (part,) = Exact(model, [window]).compare([lambda _: q, lambda _: reduced], [None, some])
+    assert whole.sampled == pytest.approx(torch.minimum(p, q.double().exp()).sum(1).tolist(), abs=1e-5)
+    assert part.sampled == pytest.approx(torch.minimum(p[:, some], reduced.double().exp()).sum(1).tolist(), abs=1e-5)
+    assert part.greedy == tuple((some[reduced.argmax(1)] == p.argmax(1)).float().tolist())
+    kept = Kept(model, [window])
+    for draft, ids, exact in ((q, None, whole), (reduced, some, part)):
+        (found,) = kept.overlaps(lambda _, draft=draft: draft, ids)  # type: ignore[misc]
+        assert found.greedy == exact.greedy
+        assert all(a <= b + 1e-5 for a, b in zip(found.sampled, exact.sampled, strict=True))
+        assert found.sampled == pytest.approx(exact.sampled, abs=0.15)
+    (same,) = kept.overlaps(lambda _: p.log().float(), None)
+    assert set(same.greedy) == {1.0}
+
+
+def test_the_acceptance_is_what_a_live_run_counts(job: Job) -> None:
+    """Greedy, along the target's own answer, a token at a time."""
+    run(replace(job, steps=8))
+    target, draft = load_model(job.target, weights="fp32"), load_model(job.out, weights="fp32")
+    spec = SpeculativeDecoding(target, draft, k=1)
+    output = spec.complete([5, 6, 7], max_new_tokens=60, ignore_eos=True)[0]
+    ids = (5, 6, 7, *output.tokens)
+    window = Encoded("d", "c", ids, (False,) * 3 + (True,) * 60)
+    student = Student(read_start(str(job.out), describe(job.target)))
+    from slipstream.distill.run import along as along_draft
+
+    ((found,),) = Exact(target, [window]).compare([along_draft(student)], [None])
+    at, counted = 3, []
+    for accepted in _rounds(spec, [5, 6, 7]):
+        if accepted is not None:
+            counted.append((at, accepted))
+            at += accepted
+        at += 1
+    assert counted
+    assert [found.greedy[i - 3] for i, _ in counted] == [float(a) for _, a in counted]
+
+
+def _rounds(spec: SpeculativeDecoding, prompt: list[int]) -> Iterator[int | None]:
+    stream = spec.stream(prompt, max_new_tokens=60, ignore_eos=True)
+    stream.finish()
+    for one in stream.rounds:
+        if len(one.tokens) == one.num_accepted + 1:
+            yield one.num_accepted if one.num_drafted else None
+
+
+def test_figures_and_gains() -> None:
+    before = [along([0.2, 0.4], document=f"{i}") for i in range(5)]
+    after = [along([0.7, 0.9], document=f"{i}") for i in range(5)]
+    found = figures(after, COSTS)
+    assert (found.tokens, found.documents) == (10, 5)
+    assert found.rate[1].value == pytest.approx(0.8)
+    assert found.speed_up[1] == predicted(after, 1, COSTS)
+    change = gain(before, after, 1)
+    assert (change.value, change.low, change.high) == pytest.approx((0.5, 0.5, 0.5))
+    assert rate(before, 1) == pytest.approx(0.3)
+    assert predicted([along([0.0, 0.0])], 1, COSTS) == Choice(0, 1.0)
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"steps": 0}, "--steps 0 is not usable; use 1 or more"),
+        ({"minutes": 1.0}, "--steps and --minutes are both given"),
+        ({"loss": "mse"}, "--loss 'mse' is not known; use one of kl, "),
+        ({"accumulate": 9}, "--accumulate 9 is not usable; use 1 to 8"),
+        ({"temperature": 2}, "--temperature 2 is not usable"),
+        ({"length": 1000}, "--length 1000 is beyond the target's 256 positions"),
+        ({"draft_vocab": 2}, r"--draft-vocab 2 is not usable; use 4 \(all special tokens\) to 300"),
+        ({"full_vocab": True}, "--full-vocab is for --draft-vocab"),
+        ({"early_exit": 2}, "--init has no meaning with it"),
+        ({"early_exit": 4, "init": ""}, "--early-exit 4 does not fit the target's 4 layers"),
+        ({"target": "nowhere"}, "nowhere"),
+        ({"data": ("nowhere",)}, "neither a file nor a folder"),
+    ],
+)
+def test_what_cannot_work(job: Job, change: dict[str, Any], said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        run(replace(job, **change))
+    assert not job.out.exists()
+    assert not job.work.exists()
+
+
+def test_little_data(job: Job, tmp_path: Path) -> None:
+    for i in range(4):
+        (tmp_path / f"{i}.txt").write_text(f"so few words {i}")
+    with pytest.raises(InputError, match=r"the data has \d+ tokens to learn from and \d+ to measure on"):
+        run(replace(job, data=tuple(str(tmp_path / f"{i}.txt") for i in range(4))))
+    (tmp_path / "empty.txt").write_text("")
+    with pytest.raises(InputError, match="holds no text"):
+        run(replace(job, data=(str(tmp_path / "empty.txt"),)))
+    assert not job.work.exists()
+
+
+def test_a_target_that_does_not_fit(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("slipstream.distill.prepare.memory_here", lambda: 10_000)
+    with pytest.raises(InputError, match=r"of memory are needed for the target .* and this machine has 0\.0 MB; lower"):
+        run(job)
+
+
+def test_a_disk_that_is_too_small(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = type("Usage", (), {"free": 1000})
+    monkeypatch.setattr("shutil.disk_usage", lambda folder: usage)
+    with pytest.raises(InputError, match=r"free, and about .* are needed; make room, or choose another --out"):
+        run(job)
+
+
+def test_an_existing_folder_is_left_alone(job: Job) -> None:
+    job.out.mkdir()
+    with pytest.raises(InputError, match="exists already"):
+        run(job)
+    with pytest.raises(InputError, match="in a folder that does not exist"):
+        run(replace(job, out=job.out / "no" / "where"))
+
+
+def test_a_loss_that_is_no_number_ends_it(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("slipstream.distill.train.LOSSES", {"kl": lambda p, q: q.sum(1) * float("nan")})
+    with pytest.raises(InputError, match="the loss of step 1 is nan; lower --learning-rate"):
+        run(job)
+
+
+def test_a_saved_student_is_the_student(target: Path, tmp_path: Path) -> None:
+    student = Student(read_start("prune:2", describe(str(target))))
+    save_student(student, tmp_path, torch.float32)
+    model = load_model(tmp_path, weights="fp32")
+    ids, scored = torch.tensor([[5, 6, 7]]), torch.ones(1, 3, dtype=torch.bool)
+    logits = model.forward([5, 6, 7], model.new_cache(), 3).log_softmax(-1)
+    with torch.no_grad():
+        assert torch.allclose(student.log_probs(ids, scored), logits, atol=1e-5)
