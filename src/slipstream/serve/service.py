@@ -41,6 +41,7 @@ class Update:
     piece: Piece | None
     round: Round | None
     output: Output | None
+    speed_up: float | None = None
 
 
 class Service:
@@ -225,7 +226,7 @@ class Running:
                 self._updates.put_nowait(None)
                 self._abort_others()
         elif self.error is None:
-            self._updates.put_nowait(Update(index, event.piece, event.round, event.output))
+            self._updates.put_nowait(Update(index, event.piece, event.round, event.output, event.speed_up))
         if event.output is not None or event.error is not None:
             self._over(at)
 
