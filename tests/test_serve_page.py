@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from conftest import byte_tokenizer, save_checkpoint
-from serving import Server, until
+from processes import Server, until
 from slipstream.serve import page as module
 from slipstream.serve.keys import VARIABLE, hash_of
 
@@ -213,8 +213,8 @@ def test_html_of_a_model_is_text(opened: Watched) -> None:
     page.evaluate("window.stolen = 0")
     page.evaluate(
         """() => { const a = new Answer("x", false); document.body.append(a.node);
-        a.write("<img src=x onerror='stolen=1'><b>bold</b>", {pieces: [["<img src=x onerror='stolen=1'>", "accepted"],
-        ["<b>bold</b>", "x onmouseover=1"]], k: 1}); }"""
+        a.write("<img src=x onerror='stolen=1'><b>bold</b>", {tokens: [{text: "<img src=x onerror='stolen=1'>",
+        origin: "accepted"}, {text: "<b>bold</b>", origin: "x onmouseover=1"}]}); }"""
     )
     assert page.evaluate("document.querySelectorAll('.text img, .text b').length") == 0
     assert page.evaluate("window.stolen") == 0

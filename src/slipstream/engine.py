@@ -251,7 +251,8 @@ class Engine:
         with self._lock:
             self._open.discard(job.id)
             self._aborted.discard(job.id)
-        return Event(job.id, output=job.answer.output, error=error)
+        output = job.answer.output
+        return Event(job.id, output=output, error=error, speed_up=self._goodput.speed_up(output.stats))
 
     # --- planning -----------------------------------------------------------------------------------------------------
 

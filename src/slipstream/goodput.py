@@ -12,7 +12,7 @@ from operator import mul
 
 from slipstream.controller import BRIEF, Adaptive, Controller, Played
 from slipstream.estimates import OF_ALL, OF_REQUEST, Acceptance, Costs, Mean, Prior
-from slipstream.types import Draft
+from slipstream.types import Draft, Stats
 
 #: The longest draft.
 MOST = 16
@@ -176,6 +176,17 @@ class Goodput:
         self._each.decay(0.9)
         self._each.total += seconds
         self._each.count += tokens
+
+    def speed_up(self, stats: Stats) -> float | None:
+        """Estimate for one answer: its time after the first token if nothing had been drafted, over that which it took.
+
+        From what passes cost here, as if it had been alone; None if nothing is known of that.
+        """
+        later = stats.emitted - 1
+        if later < 1 or not self._verify.measured:
+            return None
+        took = sum(n * self._verify.of(1 + k) for k, n in stats.rounds_by_k.items()) + stats.draft_seconds
+        return later * self._verify.of(1) / took
 
     def _step(self, rows: int) -> float:
         """Seconds of a step of the drafts of ``rows`` requests."""

@@ -265,3 +265,5 @@ class Event:
     """Set with the request's last event; after ``abort`` its ``finish_reason`` is None."""
     error: Exception | None = None
     """Why the request failed; ``output`` then holds what there was so far."""
+    speed_up: float | None = None
+    """With ``output``: an estimate of what drafting gained, see ``Goodput.speed_up``."""

@@ -11,10 +11,11 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from slipstream.errors import InputError
+from slipstream.errors import SlipstreamError
 from slipstream.serve.api import chat, completions, models
-from slipstream.serve.api.render import error_response, now
-from slipstream.serve.errors import ApiError, api_error
+from slipstream.serve.api.render import error_response, failure, now
+from slipstream.serve.errors import ApiError
+from slipstream.serve.openapi import document
 from slipstream.serve.service import Service
 
 ROUTERS: tuple[APIRouter, ...] = (models.router, completions.router, chat.router)
@@ -39,16 +40,17 @@ def create_app(service: Service, *, routers: Sequence[APIRouter] = ()) -> FastAP
     app.state.created = now()
     for router in (*ROUTERS, *routers):
         app.include_router(router)
+    app.openapi = lambda: document(app)  # type: ignore[method-assign]
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(HTTPException, _of_starlette)
     app.add_exception_handler(ApiError, _failed)
-    app.add_exception_handler(InputError, _failed)
+    app.add_exception_handler(SlipstreamError, _failed)
     app.add_exception_handler(Exception, _failed)
     return app
 
 
 async def _failed(_: HttpRequest, error: Exception) -> Response:
-    return error_response(api_error(error))
+    return error_response(failure(error))
 
 
 async def _of_starlette(http: HttpRequest, error: Exception) -> Response:

@@ -89,8 +89,16 @@ def serve(app: Any, service: Service, binding: Binding) -> int:
         SystemExit: of uvicorn, if it cannot listen.
     """
     sys.setswitchinterval(SWITCH_SECONDS)
+    server = Server(configured(app, binding), service, binding.drain_seconds)
+    service.crashed = server.crash
+    server.run()
+    return 1 if server.failed or not server.started else 0
+
+
+def configured(app: Any, binding: Binding) -> uvicorn.Config:
+    """How uvicorn is to serve ``app``."""
     certificate, key = binding.tls or (None, None)
-    config = uvicorn.Config(
+    return uvicorn.Config(
         app,
         host=binding.host,
         port=binding.port,
@@ -102,7 +110,3 @@ def serve(app: Any, service: Service, binding: Binding) -> int:
         ssl_certfile=certificate,
         ssl_keyfile=key,
     )
-    server = Server(config, service, binding.drain_seconds)
-    service.crashed = server.crash
-    server.run()
-    return 1 if server.failed or not server.started else 0

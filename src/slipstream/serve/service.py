@@ -46,6 +46,7 @@ class Update:
     piece: Piece | None
     round: Round | None
     output: Output | None
+    speed_up: float | None = None
 
     def apart(self, written: Callable[[int], bytes]) -> list[Update]:
         """One for each token, with a part of the text; the first has the round, the last the output."""
@@ -266,7 +267,7 @@ class Running:
                 self._updates.put_nowait(None)
                 self._abort_others()
         elif self.error is None:
-            self._updates.put_nowait(Update(index, event.piece, event.round, event.output))
+            self._updates.put_nowait(Update(index, event.piece, event.round, event.output, event.speed_up))
         if event.output is not None or event.error is not None:
             self._over(at)
 

@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import json
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from threading import Lock
+from typing import Any, Literal, TypeVar
 
 from slipstream.answers import check_prompt
 from slipstream.errors import InputError
+from slipstream.grammar import Grammar, Grammars
 from slipstream.models.base import Model
 from slipstream.models.spelling import Spelling
+from slipstream.serve.tools import Style, style_of
 from slipstream.text import encode
 
 Result = TypeVar("Result")
+GrammarKind = Literal["json", "regex", "lark"]
+
+#: So many of the latest grammars are kept.
+_KEPT = 64
 
 
 class Texts:
@@ -30,6 +39,11 @@ class Texts:
         self._target = target
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="slipstream-texts")
         self._spelling: Spelling | None = None
+        self._grammars: Grammars | None = None
+        self._known: OrderedDict[tuple[str, str], Grammar] = OrderedDict()
+        self._compiling = Lock()
+        self.tool_style = _tool_style(tokenizer)
+        """How the model calls tools; None if it does not."""
 
     async def apart(self, function: Callable[..., Result], *args: Any) -> Result:
         """``function(*args)`` on the thread."""
@@ -56,6 +70,14 @@ class Texts:
     async def plain(self, text: str) -> tuple[int, ...]:
         """The ids of a text without anything around it."""
         return await self.apart(self._plain, text)
+
+    async def grammar(self, kind: GrammarKind, rules: str) -> Grammar:
+        """What answers have to follow; ``rules`` of "json" is a schema, as JSON.
+
+        Raises:
+            InputError: it cannot be used.
+        """
+        return await asyncio.to_thread(self._grammar, kind, rules)
 
     def text_of(self, ids: Sequence[int]) -> str:
         """What ``ids`` stand for, without special tokens."""
@@ -93,7 +115,33 @@ class Texts:
         check_prompt(ids, self._target)
         return ids
 
+    def _grammar(self, kind: GrammarKind, rules: str) -> Grammar:
+        with self._compiling:
+            if (kind, rules) in self._known:
+                self._known.move_to_end((kind, rules))
+                return self._known[kind, rules]
+            if self._grammars is None:
+                own = copy.deepcopy(self.tokenizer)
+                self._grammars = Grammars(own, self._target.vocab_size, self._target.eos_token_ids)
+            made = self._grammars.json(json.loads(rules)) if kind == "json" else getattr(self._grammars, kind)(rules)
+            self._known[kind, rules] = made
+            if len(self._known) > _KEPT:
+                self._known.popitem(last=False)
+            return made
+
     def _plain(self, text: str) -> tuple[int, ...]:
         if self._own is None:
             raise InputError("text was given, but the model has no tokenizer")
         return tuple(self._own(text, add_special_tokens=False)["input_ids"])
+
+
+def _tool_style(tokenizer: Any | None) -> Style | None:
+    template = getattr(tokenizer, "chat_template", None)
+    if isinstance(template, Mapping):
+        template = template.get("tool_use") or template.get("default")
+    style = style_of(template)
+    if style == "hermes" and tokenizer is not None:
+        ids = tokenizer("<tool_call>", add_special_tokens=False)["input_ids"]
+        if not tokenizer.decode(ids, skip_special_tokens=True):
+            return None  # the tags would be left out of the text
+    return style

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -19,7 +19,7 @@ _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _PYTHON_TAG = "<|python_tag|>"
 _ARGUMENTS = ("arguments", "parameters")
 #: A call's beginning up to the arguments, if they are an object.
-_HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
+_HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*"([^"\\]*)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
 #: The arguments of a tool that says nothing of them.
 _NOTHING: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 
@@ -112,10 +112,11 @@ class CallParser:
             return
         at = self._text.find(_OPEN)
         if at >= 0:
-            if said := self._text[:at].rstrip():
+            said = self._text[:at].rstrip()
+            if said:
                 yield Said(said)
+            self._reader = _Reader(self._text[len(said) : at + len(_OPEN)])
             self._text = self._text[at + len(_OPEN) :]
-            self._reader = _Reader(_OPEN)
             return
         kept = 0 if last else _overlap(self._text, _OPEN)
         ready = self._text[: len(self._text) - kept]
@@ -140,24 +141,20 @@ class CallParser:
         reader = self._reader
         assert reader is not None
         self._text, given = "", self._text
-        yield from self._known(reader.push(given))
+        for one in reader.push(given):
+            if isinstance(one, Called) and one.name not in self._names:
+                reader.refuse()
+                break
+            self.calls += isinstance(one, Called)
+            yield one
         if reader.failed or (last and not reader.done and not reader.begun):
-            self._text, self._reader = "", None
-            yield Said(reader.raw)
+            said, self._text = reader.split()
+            self._reader = None
+            yield Said(said)
         elif reader.done:
-            self._text, self._reader, self._after = reader.rest, None, True
+            self._text, self._reader, self._after = reader.split()[1], None, True
         elif last:
             self._reader = None
-
-    def _known(self, found: Sequence[Found]) -> Iterator[Found]:
-        for one in found:
-            if isinstance(one, Called):
-                if one.name not in self._names:
-                    assert self._reader is not None
-                    self._reader.failed = True
-                    return
-                self.calls += 1
-            yield one
 
     def _leave(self, *, last: bool) -> None:
         """Behind a call: its closing tag, or what stands between two."""
@@ -173,58 +170,60 @@ class _Reader:
     """Reads one JSON object that is a call."""
 
     def __init__(self, lead: str) -> None:
-        self.raw = lead
-        """All of it, and what came before it."""
-        self.rest = ""
         self.begun = False
         """Whether its name is out."""
         self.done = False
         self.failed = False
+        self._lead = lead
         self._body = ""
         self._at = 0
         self._depth = 0
         self._in_string = self._escaped = False
         self._arguments: int | None = None
         """The depth of the object that the arguments are in; None outside of them."""
-        self._given = False
 
     def push(self, text: str) -> list[Found]:
         """More of it."""
-        self.raw += text
         self._body += text
         found: list[Found] = []
         if not self.begun and (head := _HEAD.match(self._body)):
             self.begun = True
-            found.append(Called(json.loads(head[1], strict=False)))
-            self._skip(head.end())
+            found.append(Called(head[1]))
+            while self._at < head.end():
+                self._step()
             self._arguments = self._depth
         start = self._at
         while self._at < len(self._body) and not (self.done or self.failed):
-            self._step(self._body[self._at])
-            self._at += 1
+            self._step()
             if self._arguments is not None and self._depth == self._arguments and not self._in_string:
                 found.append(Arguments(self._body[start : self._at]))
                 self._arguments = None
         if self._arguments is not None and self._at > start:
             found.append(Arguments(self._body[start : self._at]))
-        if self.done:
-            self.rest = self._body[self._at :]
-            found += [] if self.begun else self._whole()
+        if self.done and not self.begun:
+            found += self._whole()
         return found
 
-    def _skip(self, end: int) -> None:
-        while self._at < end:
-            self._step(self._body[self._at])
-            self._at += 1
+    def refuse(self) -> None:
+        """It is no call after all."""
+        head = _HEAD.match(self._body)
+        self.failed = True
+        self._at = self._at if head is None else head.end()
 
-    def _step(self, char: str) -> None:
+    def split(self) -> tuple[str, str]:
+        """What belongs to it, with what came before, and what does not."""
+        return self._lead + self._body[: self._at], self._body[self._at :]
+
+    def _step(self) -> None:
+        """Take one character."""
+        char = self._body[self._at]
+        if self._depth == 0 and char != "{" and not char.isspace():
+            self.failed = True
+            return
+        self._at += 1
         if self._in_string:
-            if self._escaped:
-                self._escaped = False
-            elif char == "\\":
-                self._escaped = True
-            elif char == '"':
-                self._in_string = False
+            self._in_string = char != '"' or self._escaped
+            self._escaped = char == "\\" and not self._escaped
         elif char == '"':
             self._in_string = True
         elif char in "{[":
@@ -232,8 +231,6 @@ class _Reader:
         elif char in "}]":
             self._depth -= 1
             self.done = self._depth == 0
-        if self._depth == 0 and not self.done and not char.isspace():
-            self.failed = True
 
     def _whole(self) -> list[Found]:
         """A call whose parts are in another order, or whose arguments are not an object."""
@@ -242,7 +239,7 @@ class _Reader:
         except (ValueError, RecursionError):
             call = None
         name = call.get("name") if isinstance(call, dict) else None
-        given = next((call[key] for key in _ARGUMENTS if key in call), {}) if isinstance(call, dict) else None
+        given: Any = next((call[key] for key in _ARGUMENTS if key in call), {}) if isinstance(call, dict) else None
         if not isinstance(name, str) or not isinstance(given, dict | str | None):
             self.failed = True
             return []

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import Sequence
 from typing import Any
 
 from fastapi import APIRouter
 from fastapi import Request as HttpRequest
 from starlette.responses import Response
 
-from slipstream.serve.api import params as given
-from slipstream.serve.api.render import event_stream, new_id, now, statistics, unless_disconnected, usage
-from slipstream.serve.api.schema import ChatRequest, Message
+from slipstream.serve.api import logprobs
+from slipstream.serve.api.answer import Answer
+from slipstream.serve.api.messages import Offer, offer, rendered
+from slipstream.serve.api.params import Asked, check_model, prepare
+from slipstream.serve.api.parts import Part, Token
+from slipstream.serve.api.render import new_id
+from slipstream.serve.api.schema import ChatRequest
 from slipstream.serve.errors import ApiError
 from slipstream.serve.observers import Call
 from slipstream.serve.service import Service
-from slipstream.serve.trace import Traces
+from slipstream.serve.tools import Called, CallParser, Found, Said
+from slipstream.types import Output
 
 router = APIRouter()
 
@@ -24,20 +29,21 @@ router = APIRouter()
 async def chat(body: ChatRequest, http: HttpRequest) -> Response:
     """The next message of a chat."""
     service: Service = http.app.state.service
-    given.check_model(body.model, service)
+    check_model(body.model, service)
     service.check_open()
-    call = await _call(body, service)
-    answer = _Answer(body, call, service)
-    if body.stream:
-        return event_stream(answer.chunks())
-    return await unless_disconnected(http, answer.whole())
+    tools = offer(body, service.texts.tool_style)
+    call = await _call(body, service, tools)
+    return await ChatAnswer(body, call, service, tools).respond(http)
 
 
-async def _call(body: ChatRequest, service: Service) -> Call:
-    prompt = await service.texts.encode_chat([_message(m) for m in body.messages])
-    n = given.answers(body, service, [prompt])
-    params = given.sampling_params(body, service, prompt, _most(body))
-    requests = given.requests([prompt], n, [[params] * n], given.draft_length(body.speculation, service))
+async def _call(body: ChatRequest, service: Service, tools: Offer | None) -> Call:
+    if body.top_logprobs is not None and not body.logprobs:
+        raise ApiError(400, "top_logprobs needs logprobs=true", param="top_logprobs")
+    messages = rendered(body.messages, tools=service.texts.tool_style is not None)
+    prompt = await service.texts.encode_chat(messages, None if tools is None else tools.shown)
+    top = (body.top_logprobs or 0) if body.logprobs else None
+    asked = Asked(_most(body), top, None if tools is None else tools.grammar)
+    requests = await prepare(body, service, [prompt], asked)
     return Call(new_id("chatcmpl"), "chat", requests, body.model_dump(exclude_unset=True), bool(body.stream), body.user)
 
 
@@ -47,68 +53,88 @@ def _most(body: ChatRequest) -> int | None:
     return body.max_completion_tokens if body.max_tokens is None else body.max_tokens
 
 
-def _message(given: Message) -> dict[str, Any]:
-    content = given.content
-    text = content if isinstance(content, str) else "".join(part.text for part in content or ())
-    role = "system" if given.role == "developer" else given.role
-    return {"role": role, "content": text}
+class _Message:
+    """One answer so far."""
+
+    def __init__(self, parser: CallParser | None) -> None:
+        self.parser = parser
+        self.begun = False
+        self.content = ""
+        self.calls: list[dict[str, Any]] = []
+        self.tokens: list[Token] = []
+
+    def found(self, part: Part) -> list[Found]:
+        """What a part of the text turns out to be."""
+        if self.parser is None:
+            return [Said(part.text)] if part.text else []
+        found = self.parser.push(part.text)
+        return found + self.parser.flush() if part.output is not None else found
+
+    def delta(self, one: Found) -> dict[str, Any]:
+        """The same for a stream; it is kept."""
+        if isinstance(one, Said):
+            self.content += one.text
+            return {"content": one.text}
+        if isinstance(one, Called):
+            self.calls.append(
+                {"id": new_id("call"), "type": "function", "function": {"name": one.name, "arguments": ""}}
+            )
+            begun = {**self.calls[-1], "function": {"name": one.name, "arguments": ""}}
+            return {"tool_calls": [{"index": len(self.calls) - 1, **begun}]}
+        self.calls[-1]["function"]["arguments"] += one.text
+        return {"tool_calls": [{"index": len(self.calls) - 1, "function": {"arguments": one.text}}]}
+
+    def reason(self, output: Output) -> str | None:
+        """Why it ended."""
+        return "tool_calls" if self.calls and output.finish_reason == "stop" else output.finish_reason
+
+    def whole(self) -> dict[str, Any]:
+        """All of it."""
+        content = self.content if self.content or not self.calls else None
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        if self.calls:
+            message["tool_calls"] = self.calls
+        return message
 
 
-class _Answer:
-    """The document or the chunks of one request."""
+class ChatAnswer(Answer):
+    """Messages."""
 
-    def __init__(self, body: ChatRequest, call: Call, service: Service) -> None:
-        self.body = body
-        self.call = call
-        self.service = service
-        self.created = now()
+    kind = "chat.completion"
+    chunk_kind = "chat.completion.chunk"
 
-    async def whole(self) -> dict[str, Any]:
-        """The document."""
-        async with self.service.run(self.call) as running:
-            outputs = await running.finish()
-        choices = [
-            {
-                "index": i,
-                "message": {"role": "assistant", "content": o.text, "refusal": None},
-                "finish_reason": o.finish_reason,
-                "logprobs": None,
-            }
-            for i, o in enumerate(outputs)
-        ]
-        document = self._document("chat.completion", choices)
-        document["usage"] = usage(outputs, self.call.prompt_tokens)
-        if self.body.speculation is not None and self.body.speculation.statistics:
-            document["speculation"] = [statistics(o.stats) for o in outputs]
-        return document
+    def __init__(self, body: ChatRequest, call: Call, service: Service, tools: Offer | None) -> None:
+        super().__init__(body, call, service)
+        self._logprobs = bool(body.logprobs)
+        self._messages = [_Message(None if tools is None else tools.parser()) for _ in call.requests]
 
-    async def chunks(self) -> AsyncIterator[dict[str, Any]]:
-        """The chunks of a stream."""
-        async with self.service.run(self.call) as running:
-            traces = Traces(self.body.speculation, self.service.texts.written)
-            for index in range(len(self.call.requests)):
-                yield self._chunk(index, {"role": "assistant", "content": ""}, None)
-            async for update in running.updates():
-                text = update.piece.text if update.piece is not None else ""
-                if text or traces.wanted(update.round):
-                    chunk = self._chunk(update.index, {"content": text}, None)
-                    yield traces.onto(chunk, update.index, update.round, text)
-                if update.output is not None:
-                    yield self._chunk(update.index, {}, update.output.finish_reason)
-            if self.body.stream_options is not None and self.body.stream_options.include_usage:
-                outputs = [o for o in running.outputs if o is not None]
-                document = self._document("chat.completion.chunk", [])
-                yield {**document, "usage": usage(outputs, self.call.prompt_tokens)}
+    def take(self, part: Part) -> list[dict[str, Any]]:
+        """The deltas that it adds."""
+        message = self._messages[part.index]
+        deltas: list[dict[str, Any]] = []
+        if not message.begun:
+            message.begun = True
+            deltas.append({"role": "assistant", "content": "", "refusal": None})
+        deltas += [message.delta(one) for one in message.found(part)]
+        message.tokens += part.tokens
+        if self._logprobs and part.tokens and (not deltas or "role" in deltas[-1]):
+            deltas.append({"content": ""})
+        choices = [self._choice(part.index, delta, None) for delta in deltas]
+        if self._logprobs and part.tokens:
+            choices[-1]["logprobs"] = logprobs.of_chat(part.tokens, self.service.texts)
+        if part.output is not None:
+            choices.append(self._choice(part.index, {}, message.reason(part.output)))
+        return choices
 
-    def _chunk(self, index: int, delta: dict[str, Any], reason: str | None) -> dict[str, Any]:
-        choice = {"index": index, "delta": delta, "finish_reason": reason, "logprobs": None}
-        return self._document("chat.completion.chunk", [choice])
+    def choices(self, outputs: Sequence[Output]) -> list[dict[str, Any]]:
+        """Whole messages."""
+        made = []
+        for index, (message, output) in enumerate(zip(self._messages, outputs, strict=True)):
+            shown = logprobs.of_chat(message.tokens, self.service.texts) if self._logprobs else None
+            reason = message.reason(output)
+            made.append({"index": index, "message": message.whole(), "finish_reason": reason, "logprobs": shown})
+        return made
 
-    def _document(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        return {
-            "id": self.call.id,
-            "object": kind,
-            "created": self.created,
-            "model": self.service.options.name,
-            "choices": choices,
-        }
+    @staticmethod
+    def _choice(index: int, delta: dict[str, Any], reason: str | None) -> dict[str, Any]:
+        return {"index": index, "delta": delta, "finish_reason": reason, "logprobs": None}

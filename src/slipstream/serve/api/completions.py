@@ -2,44 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import Sequence
 from typing import Any
 
 from fastapi import APIRouter
 from fastapi import Request as HttpRequest
 from starlette.responses import Response
 
-from slipstream.serve.api import params as given
-from slipstream.serve.api.render import event_stream, new_id, now, statistics, unless_disconnected, usage
+from slipstream.serve.api import logprobs
+from slipstream.serve.api.answer import Answer
+from slipstream.serve.api.params import Asked, check_model, prepare
+from slipstream.serve.api.parts import Part, Token
+from slipstream.serve.api.render import new_id
 from slipstream.serve.api.schema import CompletionRequest
+from slipstream.serve.errors import ApiError
 from slipstream.serve.observers import Call
-from slipstream.serve.service import Running, Service
-from slipstream.serve.trace import Traces
+from slipstream.serve.service import Service
 from slipstream.types import Output
 
 router = APIRouter()
+
+#: Length of an answer if the request does not say, as OpenAI has it.
+_LENGTH = 16
 
 
 @router.post("/v1/completions")
 async def completions(body: CompletionRequest, http: HttpRequest) -> Response:
     """Text that continues a prompt."""
     service: Service = http.app.state.service
-    given.check_model(body.model, service)
+    check_model(body.model, service)
     service.check_open()
     call = await _call(body, service)
-    answer = _Answer(body, call, service)
-    if body.stream:
-        return event_stream(answer.chunks())
-    return await unless_disconnected(http, answer.whole())
+    return await CompletionAnswer(body, call, service).respond(http)
 
 
 async def _call(body: CompletionRequest, service: Service) -> Call:
+    if body.echo and body.logprobs is not None:
+        raise ApiError(400, "echo with logprobs is not supported: log-probabilities are of answers", param="echo")
     prompts = [await service.texts.encode(prompt) for prompt in _prompts(body.prompt)]
-    n = given.answers(body, service, prompts)
-    most = 16 if body.max_tokens is None else body.max_tokens
-    params = [[given.sampling_params(body, service, prompt, most, logprobs=body.logprobs)] * n for prompt in prompts]
-    requests = given.requests(prompts, n, params, given.draft_length(body.speculation, service))
+    most = _LENGTH if body.max_tokens is None else body.max_tokens
+    requests = await prepare(body, service, prompts, Asked(most, body.logprobs))
     return Call(
         new_id("cmpl"), "completion", requests, body.model_dump(exclude_unset=True), bool(body.stream), body.user
     )
@@ -51,59 +53,37 @@ def _prompts(prompt: Any) -> Sequence[str | list[int]]:
     return list(prompt)
 
 
-class _Answer:
-    """The document or the chunks of one request."""
+class CompletionAnswer(Answer):
+    """Continued prompts."""
+
+    kind = chunk_kind = "text_completion"
 
     def __init__(self, body: CompletionRequest, call: Call, service: Service) -> None:
-        self.body = body
-        self.call = call
-        self.service = service
-        self.created = now()
+        super().__init__(body, call, service)
+        self._logprobs = body.logprobs is not None
+        self._echoed = [service.texts.text_of(r.prompt) if body.echo else "" for r in call.requests]
+        self._texts = [""] * len(call.requests)
+        self._all: list[list[Token]] = [[] for _ in call.requests]
+        self._begun: set[int] = set()
 
-    async def whole(self) -> dict[str, Any]:
-        """The document."""
-        async with self.service.run(self.call) as running:
-            outputs = await running.finish()
-        choices = [self._choice(i, self._echo(i) + o.text, o.finish_reason) for i, o in enumerate(outputs)]
-        document = self._document(choices)
-        document["usage"] = usage(outputs, self.call.prompt_tokens)
-        if self.body.speculation is not None and self.body.speculation.statistics:
-            document["speculation"] = [statistics(o.stats) for o in outputs]
-        return document
+    def take(self, part: Part) -> list[dict[str, Any]]:
+        """The text it adds; the first one also adds the prompt, if that is to be echoed."""
+        text = part.text if part.index in self._begun else self._echoed[part.index] + part.text
+        self._begun.add(part.index)
+        self._texts[part.index] += text
+        self._all[part.index] += part.tokens
+        reason = part.output.finish_reason if part.output is not None else None
+        shown = self._logprobs and any(token.begins for token in part.tokens)
+        if not text and reason is None and not shown:
+            return []
+        return [self._choice(part.index, text, reason, part.tokens if shown or reason is not None else None)]
 
-    async def chunks(self) -> AsyncIterator[dict[str, Any]]:
-        """The chunks of a stream."""
-        async with AsyncExitStack() as stack:
-            running = await stack.enter_async_context(self.service.run(self.call))
-            traces = Traces(self.body.speculation, self.service.texts.written)
-            begun: set[int] = set()
-            async for update in running.updates():
-                text = "" if update.index in begun else self._echo(update.index)
-                begun.add(update.index)
-                text += update.piece.text if update.piece is not None else ""
-                reason = update.output.finish_reason if update.output is not None else None
-                if text or reason is not None or traces.wanted(update.round):
-                    chunk = self._document([self._choice(update.index, text, reason)])
-                    yield traces.onto(chunk, update.index, update.round, text)
-            if self.body.stream_options is not None and self.body.stream_options.include_usage:
-                yield {**self._document([]), "usage": self._usage(running)}
+    def choices(self, outputs: Sequence[Output]) -> list[dict[str, Any]]:
+        """All of the text."""
+        return [self._choice(i, self._texts[i], output.finish_reason, self._all[i]) for i, output in enumerate(outputs)]
 
-    def _usage(self, running: Running) -> dict[str, Any]:
-        outputs: list[Output] = [o for o in running.outputs if o is not None]
-        return usage(outputs, self.call.prompt_tokens)
-
-    def _echo(self, index: int) -> str:
-        return self.service.texts.text_of(self.call.requests[index].prompt) if self.body.echo else ""
-
-    def _document(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        return {
-            "id": self.call.id,
-            "object": "text_completion",
-            "created": self.created,
-            "model": self.service.options.name,
-            "choices": choices,
-        }
-
-    @staticmethod
-    def _choice(index: int, text: str, reason: str | None) -> dict[str, Any]:
-        return {"index": index, "text": text, "finish_reason": reason, "logprobs": None}
+    def _choice(self, index: int, text: str, reason: str | None, tokens: Sequence[Token] | None) -> dict[str, Any]:
+        shown = None
+        if self._logprobs and tokens is not None:
+            shown = logprobs.of_completion(tokens, self.service.texts, len(self._echoed[index]))
+        return {"index": index, "text": text, "finish_reason": reason, "logprobs": shown}

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
-from slipstream.drafters import NoDrafter
+from slipstream.drafters import Drafter, NoDrafter, SuffixStore, predicting
+from slipstream.errors import InputError
+from slipstream.grammar import Grammar
 from slipstream.sampling import validate
-from slipstream.serve.api.schema import Generation, Speculation
+from slipstream.serve.api.messages import text_of
+from slipstream.serve.api.schema import AsJson, AsSchema, Generation, Speculation
 from slipstream.serve.errors import ApiError
 from slipstream.serve.service import Service
+from slipstream.serve.texts import GrammarKind
 from slipstream.types import Request, SamplingParams
 
 
@@ -26,33 +32,67 @@ def check_model(given: str | None, service: Service) -> None:
         )
 
 
-def sampling_params(
-    body: Generation, service: Service, prompt: Sequence[int], most: int | None, **more: Any
-) -> SamplingParams:
-    """The parameters of each answer.
+@dataclass(frozen=True)
+class Asked:
+    """What endpoints say in ways of their own."""
 
-    Args:
-        body: what was asked for.
-        service: that is to answer.
-        prompt: its ids, which count towards the context.
-        most: length of the answer; None leaves it to the server.
-        more: further fields of ``SamplingParams``.
+    most: int | None
+    """Length of the answer; None leaves it to the server."""
+    logprobs: int | None = None
+    """Likeliest tokens of which log-probabilities are wanted, beside the one that was taken."""
+    grammar: tuple[str, str] | None = None
+    """Kind and rules of one that the endpoint demands."""
+
+
+async def prepare(
+    body: Generation, service: Service, prompts: Sequence[tuple[int, ...]], asked: Asked
+) -> tuple[Request, ...]:
+    """One request for each answer, in the order of ``choices``.
 
     Raises:
-        ApiError, InputError: fields that contradict each other, or the model.
+        ApiError, InputError: fields that contradict each other, the model or the server's limits.
     """
-    room = _room(service, len(prompt))
+    if not body.stream:
+        if body.stream_options is not None:
+            raise ApiError(400, "stream_options is for streams; set stream=true", param="stream_options")
+        if body.speculation is not None and body.speculation.tokens:
+            raise ApiError(400, "speculation.tokens is for streams; set stream=true", param="speculation.tokens")
+    _check_lengths(prompts, service)
+    n = _answers(body, service, len(prompts))
+    k = _draft_length(body.speculation, service)
+    params = [_sampling_params(body, service, len(prompt), asked) for prompt in prompts]
+    grammar = await _grammar(body, service, asked)
+    made: list[Request] = []
+    for prompt, shared in zip(prompts, params, strict=True):
+        drafter = await _drafter(body, service, prompt)
+        for index in range(n):
+            own = shared
+            if grammar is not None:  # a mask is of one answer
+                own = replace(shared, logits_processors=(grammar.processor(len(prompt)),))
+            made.append(Request(prompt, own, k=k, index=index, drafter=drafter))
+    return tuple(made)
+
+
+def _check_lengths(prompts: Sequence[tuple[int, ...]], service: Service) -> None:
+    longest, most = max(map(len, prompts)), service.options.max_prompt
+    if most is not None and longest > most:
+        what = f"the prompt has {longest} tokens, more than the {most} allowed here; shorten it"
+        raise ApiError(400, what, code="context_length_exceeded")
+
+
+def _sampling_params(body: Generation, service: Service, prompt: int, asked: Asked) -> SamplingParams:
+    most, room = asked.most, _room(service, prompt)
     if most is not None and most > room:
         raise ApiError(
             400,
-            f"max_tokens={most} do not fit behind a prompt of {len(prompt)} tokens: there is room for {room}",
+            f"max_tokens={most} does not fit behind a prompt of {prompt} tokens: there is room for {room}",
             param="max_tokens",
             code="context_length_exceeded",
         )
-    given = {
+    given: dict[str, Any] = {
         "temperature": 1.0 if body.temperature is None else float(body.temperature),
         "top_p": body.top_p,
-        "top_k": None if body.top_k == -1 else body.top_k,
+        "top_k": 0 if body.top_k == -1 else body.top_k,
         "min_p": body.min_p,
         "repetition_penalty": body.repetition_penalty,
         "frequency_penalty": body.frequency_penalty,
@@ -64,39 +104,73 @@ def sampling_params(
         "stop_token_ids": None if body.stop_token_ids is None else tuple(body.stop_token_ids),
         "ignore_eos": body.ignore_eos,
         "seed": body.seed,
-        **more,
+        "logprobs": asked.logprobs,
     }
+    if asked.logprobs is not None:
+        service.texts.token_bytes(0)  # refuses models whose tokens cannot be told by their bytes
+    if (body.min_tokens or 0) > given["max_new_tokens"]:
+        what = (
+            f"min_tokens={body.min_tokens} is more than the {given['max_new_tokens']} tokens that the answer may have"
+        )
+        raise ApiError(400, what, param="min_tokens")
     params = SamplingParams(**{name: value for name, value in given.items() if value is not None})
     validate(params, service.engine.setting.target.vocab_size)
     return params
 
 
-def answers(body: Generation, service: Service, prompts: Sequence[tuple[int, ...]]) -> int:
-    """How many answers there are to be to each prompt.
+async def _grammar(body: Generation, service: Service, asked: Asked) -> Grammar | None:
+    """What the answer has to follow, if anything."""
+    wanted: dict[str, tuple[str, str]] = {}
+    if isinstance(body.response_format, AsJson):
+        wanted["response_format"] = "json", '{"type":"object"}'
+    if isinstance(body.response_format, AsSchema):
+        schema = body.response_format.json_schema.schema_
+        wanted["response_format"] = "json", json.dumps({} if schema is None else schema)
+    if body.guided_regex is not None:
+        wanted["guided_regex"] = "regex", body.guided_regex
+    if body.guided_grammar is not None:
+        wanted["guided_grammar"] = "lark", body.guided_grammar
+    if asked.grammar is not None:
+        wanted["tool_choice"] = asked.grammar
+    if not wanted:
+        return None
+    if len(wanted) > 1:
+        raise ApiError(400, f"{' and '.join(wanted)} contradict each other; give one", param=next(iter(wanted)))
+    ((name, (kind, rules)),) = wanted.items()
+    if body.min_tokens or body.ignore_eos:
+        what = "min_tokens" if body.min_tokens else "ignore_eos"
+        raise ApiError(400, f"{what} contradicts {name}, which says where answers end; leave it out", param=what)
+    try:
+        return await service.texts.grammar(cast(GrammarKind, kind), rules)
+    except InputError as error:
+        raise ApiError(400, str(error), param=name, code="invalid_grammar") from error
 
-    Raises:
-        ApiError: too many, or a prompt is too long.
-    """
-    longest, allowed = max(map(len, prompts)), service.options.max_prompt
-    if allowed is not None and longest > allowed:
-        raise ApiError(
-            400,
-            f"the prompt has {longest} tokens, more than the {allowed} allowed here; shorten it",
-            code="context_length_exceeded",
-        )
+
+async def _drafter(body: Generation, service: Service, prompt: tuple[int, ...]) -> Drafter | None:
+    """One that copies from what the client predicts, if it does."""
+    if body.prediction is None:
+        return None
+    if body.speculation is not None and (body.speculation.enabled is False or body.speculation.k == 0):
+        raise ApiError(400, "prediction contradicts speculation, which is switched off", param="prediction")
+    text = text_of(body.prediction.content)
+    if not text:
+        return None
+    # Behind the prompt's end, so that its first token is proposed where the answer begins.
+    document = [*prompt[-SuffixStore.window :], *await service.texts.plain(text)]
+    return await service.texts.apart(predicting, service.engine.setting.drafter, document)
+
+
+def _answers(body: Generation, service: Service, prompts: int) -> int:
+    """How many answers there are to be to each prompt."""
     n, most = body.n or 1, service.options.max_n
-    if n * len(prompts) > most:
-        what = f"n={n}" if len(prompts) == 1 else f"n={n} for {len(prompts)} prompts"
+    if n * prompts > most:
+        what = f"n={n}" if prompts == 1 else f"n={n} for {prompts} prompts"
         raise ApiError(400, f"{what} asks for more than the {most} answers allowed; send several requests", param="n")
     return n
 
 
-def draft_length(given: Speculation | None, service: Service) -> int | None:
-    """k of each round; None leaves it to the engine.
-
-    Raises:
-        ApiError: drafts are asked for where nothing drafts.
-    """
+def _draft_length(given: Speculation | None, service: Service) -> int | None:
+    """k of each round; None leaves it to the engine."""
     if given is None:
         return None
     if given.enabled is False:
@@ -106,15 +180,6 @@ def draft_length(given: Speculation | None, service: Service) -> int | None:
     if (given.k or given.enabled) and isinstance(service.engine.setting.drafter, NoDrafter):
         raise ApiError(400, "this server has no draft; leave speculation.enabled and .k out", param="speculation")
     return given.k
-
-
-def requests(
-    prompts: Sequence[tuple[int, ...]], n: int, params: Sequence[Sequence[SamplingParams]], k: int | None
-) -> tuple[Request, ...]:
-    """One for each answer; ``params`` are those of each prompt's ``n`` answers."""
-    return tuple(
-        Request(prompt, params[at][index], k=k, index=index) for at, prompt in enumerate(prompts) for index in range(n)
-    )
 
 
 def _room(service: Service, prompt: int) -> int:

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Sequence
 from contextlib import suppress
 from typing import Any
 
 from fastapi import Request as HttpRequest
 from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from slipstream.serve.errors import ApiError, api_error
-from slipstream.serve.visits import bare
-from slipstream.types import Output, Stats
+from slipstream.types import Output
 
-#: What stands for a log-probability of minus infinity, which JSON does not have.
-LEAST = -9999.0
+logger = logging.getLogger("slipstream.serve")
 
 
 class Json(Response):
@@ -67,48 +67,75 @@ def usage(outputs: Sequence[Output], prompt_tokens: int) -> dict[str, Any]:
     }
 
 
-def statistics(stats: Stats) -> dict[str, Any]:
-    """How an answer was speculated on."""
-    return {
-        "rounds": stats.rounds,
-        "drafted": stats.drafted,
-        "accepted": stats.accepted,
-        "acceptance_rate": stats.acceptance_rate,
-        "mean_accepted_length": stats.mean_accepted_length,
-        "drafted_per_position": list(stats.drafted_per_position),
-        "accepted_per_position": list(stats.accepted_per_position),
-        "drafted_by": {bare(name): count for name, count in stats.drafted_by.items()},
-        "accepted_by": {bare(name): count for name, count in stats.accepted_by.items()},
-    }
+async def respond_with_stream(http: HttpRequest, chunks: AsyncGenerator[dict[str, Any]]) -> Response:
+    """Server-sent events. A failure before the first one is a response of its own; later on it is the last event.
+
+    Raises:
+        Exception: the failure.
+    """
+    found = await _unless_disconnected(http, anext(chunks))
+    if found is None:
+        await chunks.aclose()
+        return Response(status_code=499)  # which nobody reads
+    return _EventStream(found, chunks)
 
 
-def event_stream(chunks: AsyncIterator[Mapping[str, Any]]) -> Response:
-    """Server-sent events; a failure on the way is the last one."""
-    headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
-    return StreamingResponse(_events(chunks), media_type="text/event-stream", headers=headers)
+class _EventStream(StreamingResponse):
+    """Ends what makes the chunks, however it ends itself."""
+
+    def __init__(self, first: dict[str, Any], chunks: AsyncGenerator[dict[str, Any]]) -> None:
+        headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+        super().__init__(_events(first, chunks), media_type="text/event-stream", headers=headers)
+        self._chunks = chunks
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            await self._chunks.aclose()
 
 
-async def _events(chunks: AsyncIterator[Mapping[str, Any]]) -> AsyncIterator[bytes]:
+async def _events(first: dict[str, Any], chunks: AsyncGenerator[dict[str, Any]]) -> AsyncIterator[bytes]:
+    yield b"data: " + dumps(first) + b"\n\n"
     try:
         async for chunk in chunks:
             yield b"data: " + dumps(chunk) + b"\n\n"
         yield b"data: [DONE]\n\n"
     except Exception as error:
-        yield b"data: " + dumps(api_error(error).body) + b"\n\n"
+        yield b"data: " + dumps(failure(error).body) + b"\n\n"
 
 
-async def unless_disconnected(http: HttpRequest, document: Awaitable[Any]) -> Response:
-    """``document`` as a response; it is cancelled if the client goes away first."""
-    task = asyncio.ensure_future(document)
+def failure(error: Exception) -> ApiError:
+    """What a client is told of a failure; what it must not see goes to the log."""
+    told = api_error(error)
+    if told.status == 500:
+        logger.error("a request failed", exc_info=error)
+    return told
+
+
+async def unless_disconnected(http: HttpRequest, document: Awaitable[dict[str, Any]]) -> Response:
+    """``document`` as a response; it is cancelled if the client goes away first.
+
+    Raises:
+        Exception: the failure.
+    """
+    found = await _unless_disconnected(http, document)
+    return Response(status_code=499) if found is None else Json(found)
+
+
+async def _unless_disconnected(http: HttpRequest, answer: Awaitable[dict[str, Any]]) -> dict[str, Any] | None:
+    """The answer; None if the client went away before it was there."""
+    task = asyncio.ensure_future(answer)
     gone = asyncio.ensure_future(_disconnected(http))
     try:
         await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
-        return Json(task.result()) if task.done() else Response(status_code=499)  # which nobody reads
+        return task.result() if task.done() else None
     finally:
         for one in (task, gone):
-            one.cancel()
-            with suppress(asyncio.CancelledError, Exception):
-                await one
+            if not one.done():
+                one.cancel()
+                with suppress(asyncio.CancelledError, Exception):
+                    await one
 
 
 async def _disconnected(http: HttpRequest) -> None:

@@ -1,0 +1,134 @@
+"""Messages and tools, as chat templates take them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from slipstream.serve.api.schema import ChatRequest, ChosenTool, Message, TextPart, Tool
+from slipstream.serve.errors import ApiError
+from slipstream.serve.tools import CallParser, Style, forced_call
+
+
+@dataclass(frozen=True)
+class Offer:
+    """The tools that a model may call."""
+
+    style: Style
+    shown: list[dict[str, Any]]
+    """As its chat template takes them."""
+    names: tuple[str, ...]
+    grammar: tuple[str, str] | None
+    """Kind and rules of what it has to write; None if that is its own choice."""
+
+    def parser(self) -> CallParser:
+        """Finds calls in one answer."""
+        return CallParser(self.style, self.names)
+
+
+def offer(body: ChatRequest, style: Style | None) -> Offer | None:
+    """The tools of a request; None if there are none that may be called.
+
+    Raises:
+        ApiError: they contradict each other, or the model knows of none.
+    """
+    choice, tools = body.tool_choice, body.tools or []
+    names = [tool.function.name for tool in tools]
+    if not tools and choice not in (None, "none", "auto"):
+        raise ApiError(400, "tool_choice asks for a call, but there are no tools", param="tool_choice")
+    if not tools or choice == "none":
+        return None
+    if style is None:
+        raise ApiError(400, "the model's chat template knows no tools; leave tools out", param="tools")
+    if len(set(names)) < len(names):
+        raise ApiError(400, "two tools have the same name; rename one", param="tools")
+    shown = [tool.model_dump(exclude_none=True) for tool in tools]
+    return Offer(style, shown, tuple(names), _grammar(body, tools, style))
+
+
+def _grammar(body: ChatRequest, tools: Sequence[Tool], style: Style) -> tuple[str, str] | None:
+    choice = body.tool_choice
+    if choice in (None, "auto"):
+        _check_free(body, tools)
+        return None
+    chosen = {tool.function.name: tool.function.parameters for tool in tools}
+    if isinstance(choice, ChosenTool):
+        name = choice.function.name
+        if name not in chosen:
+            raise ApiError(400, f"tool_choice names {name!r}, which is none of the tools", param="tool_choice")
+        chosen = {name: chosen[name]}
+    several = choice == "required" and body.parallel_tool_calls is not False
+    return "lark", forced_call(style, chosen, several=several)
+
+
+def _check_free(body: ChatRequest, tools: Sequence[Tool]) -> None:
+    if any(tool.function.strict for tool in tools):
+        raise ApiError(
+            400,
+            "tools[].function.strict=true is supported only where tool_choice is 'required' or names a function",
+            param="tools",
+        )
+    if body.parallel_tool_calls is False:
+        raise ApiError(
+            400,
+            "parallel_tool_calls=false is supported only where tool_choice is 'required' or names a function",
+            param="parallel_tool_calls",
+        )
+
+
+def rendered(messages: Sequence[Message], *, tools: bool) -> list[dict[str, Any]]:
+    """Messages for a chat template that knows of tools, or does not.
+
+    Raises:
+        ApiError: a message that makes no sense, or would be dropped by the template.
+    """
+    return [_rendered(message, f"messages.{i}", tools=tools) for i, message in enumerate(messages)]
+
+
+def _rendered(message: Message, where: str, *, tools: bool) -> dict[str, Any]:
+    _check(message, where, tools=tools)
+    made: dict[str, Any] = {
+        "role": "system" if message.role == "developer" else message.role,
+        "content": text_of(message.content),
+    }
+    if message.tool_call_id is not None:
+        made["tool_call_id"] = message.tool_call_id
+    if message.tool_calls is not None:
+        made["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.function.name, "arguments": _arguments(call.function.arguments, where)},
+            }
+            for call in message.tool_calls
+        ]
+    return made
+
+
+def _check(message: Message, where: str, *, tools: bool) -> None:
+    if message.tool_calls is not None and message.role != "assistant":
+        raise ApiError(400, f"{where}.tool_calls belong to assistant messages", param=f"{where}.tool_calls")
+    if (message.tool_call_id is not None) != (message.role == "tool"):
+        raise ApiError(400, f"{where}.tool_call_id belongs to tool messages, each of them", param=where)
+    if message.content is None and message.tool_calls is None:
+        raise ApiError(400, f"{where}.content is missing", param=f"{where}.content")
+    if not tools and (message.tool_calls is not None or message.role == "tool"):
+        raise ApiError(400, f"{where} is of a tool, of which the model's chat template does not know", param=where)
+
+
+def text_of(content: str | Sequence[TextPart] | None) -> str:
+    """The text of a message or a prediction."""
+    return content if isinstance(content, str) else "".join(part.text for part in content or ())
+
+
+def _arguments(given: str, where: str) -> dict[str, Any]:
+    """As templates take them, which write JSON themselves."""
+    try:
+        arguments = json.loads(given or "{}")
+    except (ValueError, RecursionError):
+        arguments = None
+    if not isinstance(arguments, dict):
+        raise ApiError(400, f"{where}.tool_calls have arguments that are no JSON object", param=where)
+    return arguments

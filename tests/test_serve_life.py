@@ -1,0 +1,282 @@
+"""A server's life: clients that go away, many at once, fuzz, signals, and how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from conftest import save_checkpoint
+from serving import Served, parrot_engine, parrot_tokenizer, served, wait_for
+from slipstream import SpeculativeDecoding
+from slipstream.seats import Limits
+
+CHAT = "/v1/chat/completions"
+
+
+def user(text: str) -> list[Any]:
+    return [{"role": "user", "content": text}]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("served")
+    return save_checkpoint(folder, parrot_tokenizer(), max_position_embeddings=100_000)
+
+
+@pytest.fixture(scope="module")
+def endless(checkpoint: Path) -> Iterator[Served]:
+    """A server of a random model, whose answers are as long as is asked for."""
+    decoding = SpeculativeDecoding(checkpoint, "suffix")
+    with served(decoding.engine(Limits(memory=1 << 27, requests=4))) as server:
+        yield server
+
+
+LONG = {"messages": user("go on"), "max_tokens": 50_000, "ignore_eos": True, "speculation": {"enabled": False}}
+
+
+# --- clients that go away ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_disconnect_ends_the_request_at_once(endless: Served, stream: bool) -> None:
+    """Within one round of being noticed, wherever the client was; the place in memory is free again."""
+    seen: list[int] = []
+
+    async def go_away() -> None:
+        async with httpx.AsyncClient(base_url=endless.url, timeout=30) as client:
+            if stream:
+                async with client.stream("POST", CHAT, json={**LONG, "stream": True}) as response:
+                    async for line in response.aiter_lines():
+                        seen.append(len(line))
+                        if len(seen) > 5:
+                            return
+            with pytest.raises(httpx.ReadTimeout):
+                await client.post(CHAT, json=LONG, timeout=1.0)
+
+    asyncio.run(go_away())
+    endless.quiet(5)
+
+
+def test_disconnect_while_waiting_in_the_queue(endless: Served) -> None:
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(endless.url + CHAT, json={**LONG, "n": 10}, timeout=1.0)
+    endless.quiet(5)
+
+
+def test_disconnect_before_the_first_chunk(endless: Served) -> None:
+    """All places are taken, so the stream has not begun."""
+    with endless_requests(endless, 4):
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(endless.url + CHAT, json={**LONG, "stream": True}, timeout=0.5)
+        wait_for(lambda: endless.service.pending == 4)
+    endless.quiet(5)
+
+
+@contextmanager
+def endless_requests(server: Served, count: int) -> Iterator[None]:
+    over = threading.Event()
+
+    def ask() -> None:
+        with httpx.stream("POST", server.url + CHAT, json={**LONG, "stream": True}, timeout=30) as response:
+            for _ in response.iter_lines():
+                if over.is_set():
+                    return
+
+    threads = [threading.Thread(target=ask) for _ in range(count)]
+    for thread in threads:
+        thread.start()
+    wait_for(lambda: server.service.pending == count)
+    try:
+        yield
+    finally:
+        over.set()
+        for thread in threads:
+            thread.join(10)
+
+
+def test_too_many_are_told_to_come_back(endless: Served) -> None:
+    with (
+        served(
+            endless.service.engine.__class__(endless.service.engine.setting, Limits(memory=1 << 26, requests=2)),
+            max_queue=1,
+        ) as server,
+        endless_requests(server, 3),
+    ):
+        response = httpx.post(server.url + CHAT, json=LONG, timeout=10)
+        assert response.status_code == 503
+        assert int(response.headers["retry-after"]) >= 1
+        assert response.json()["error"]["code"] == "overloaded"
+
+
+# --- many -------------------------------------------------------------------------------------------------------------
+
+
+def test_soak() -> None:
+    """A few hundred requests of 24 clients: disconnects, bad bodies, stops, streams; none lost, mixed or unfinished."""
+    from soak import soak
+
+    with served(parrot_engine(requests=8), max_queue=1000) as server:
+        done = asyncio.run(soak(server.url, requests=300, clients=24, seed=1))
+        server.quiet()
+    assert done.sent == 300
+    assert done.faults == []
+    assert min(done.counts.values()) > 10
+    assert sum(done.counts.values()) == 300
+
+
+def test_fuzz_from_the_openapi_document() -> None:
+    """Whatever the document allows, and whatever it does not: no 5xx but 503, and answers as the document has them."""
+    import hypothesis
+    import schemathesis
+
+    with served(parrot_engine()) as server:
+        schema = schemathesis.openapi.from_url(server.url + "/openapi.json")
+        settings = hypothesis.settings(
+            max_examples=40,
+            deadline=None,
+            derandomize=True,
+            database=None,
+            suppress_health_check=list(hypothesis.HealthCheck),
+        )
+
+        for result in schema.get_all_operations():
+            operation = result.ok()
+
+            @settings
+            @hypothesis.given(case=operation.as_strategy())
+            def check(case: Any) -> None:
+                response = case.call(timeout=30)
+                assert response.status_code < 500 or response.status_code == 503, (response.text, case.body)
+                if response.status_code >= 400:
+                    assert response.json()["error"]["message"], case.body
+                case.validate_response(response)
+
+            check()
+        server.quiet()
+
+
+# --- a process --------------------------------------------------------------------------------------------------------
+
+PROGRAM = "from slipstream.cli.main import main; main()"
+
+
+class Process:
+    """``slipstream serve`` as a process of its own."""
+
+    def __init__(self, checkpoint: Path, *options: str, program: str = PROGRAM) -> None:
+        command = [sys.executable, "-c", program, "serve", str(checkpoint), "--port", "0", "--memory", "64MB", *options]
+        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.log: list[str] = []
+        threading.Thread(target=self._read, daemon=True).start()
+        wait_for(lambda: self._port() is not None or self.process.poll() is not None, 120)
+        assert self._port() is not None, "".join(self.log)
+        self.url = f"http://127.0.0.1:{self._port()}"
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        self.log.extend(self.process.stderr)
+
+    def _port(self) -> str | None:
+        found = re.search(r"running on http://127\.0\.0\.1:(\d+)", "".join(self.log))
+        return None if found is None else found[1]
+
+    def end(self, seconds: float) -> int:
+        return self.process.wait(seconds)
+
+
+@contextmanager
+def process(checkpoint: Path, *options: str, program: str = PROGRAM) -> Iterator[Process]:
+    made = Process(checkpoint, *options, program=program)
+    try:
+        yield made
+    finally:
+        made.process.kill()
+        made.process.wait()
+
+
+def test_sigterm_drains(checkpoint: Path) -> None:
+    """What is in the works is finished, what is new is sent away, and the exit code is 0."""
+    with process(checkpoint) as server, httpx.Client(base_url=server.url, timeout=60) as client:
+        body = {**LONG, "max_tokens": 1500, "stream": True}
+        with client.stream("POST", CHAT, json=body) as response:
+            lines = response.iter_lines()
+            next(lines)
+            server.process.send_signal(signal.SIGTERM)
+            wait_for(lambda: httpx.get(server.url + "/ready").status_code == 503)
+            refused = httpx.post(server.url + CHAT, json=LONG)
+            assert refused.status_code == 503
+            assert int(refused.headers["retry-after"]) >= 1
+            assert httpx.get(server.url + "/health").status_code == 200
+            assert [line for line in lines if line][-1] == "data: [DONE]"
+        assert server.end(20) == 0
+
+
+def test_draining_has_an_end(checkpoint: Path) -> None:
+    with process(checkpoint, "--drain-seconds", "0.5") as server:
+        with httpx.stream("POST", server.url + CHAT, json={**LONG, "stream": True}, timeout=60) as response:
+            lines = response.iter_lines()
+            next(lines)
+            server.process.send_signal(signal.SIGTERM)
+            last = [line for line in lines if line][-1]
+            assert json.loads(last.removeprefix("data: "))["error"]["code"] == "shutting_down"
+        assert server.end(20) == 0
+
+
+def test_crash_ends_the_process(checkpoint: Path) -> None:
+    """A process that cannot generate does not stay, so that whoever watches it starts another."""
+    program = (
+        "from slipstream.engine import Engine\n"
+        "step, count = Engine.step, 0\n"
+        "def breaking(self):\n"
+        "    global count\n"
+        "    count += 1\n"
+        "    if count > 5: raise MemoryError('no more')\n"
+        "    return step(self)\n"
+        "Engine.step = breaking\n" + PROGRAM
+    )
+    with process(checkpoint, program=program) as server:
+        assert httpx.post(server.url + CHAT, json=LONG, timeout=60).status_code == 500
+        assert server.end(20) == 1
+
+
+def test_port_that_is_taken(checkpoint: Path) -> None:
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        command = [sys.executable, "-c", PROGRAM, "serve", str(checkpoint), "--port", port, "--memory", "64MB"]
+        found = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert found.returncode != 0
+    assert "Traceback" not in found.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--memory", "lots"], "--memory 'lots' is no size"),
+        (["--tls-cert", "a.pem"], "belong together"),
+        (["--tls-cert", "a.pem", "--tls-key", "b.pem"], "'a.pem' is not a file"),
+        (["--memory", "1KB"], "memory=1000 bytes"),
+        (["--draft", "nothing-there"], "nothing-there"),
+    ],
+)
+def test_options_that_cannot_be(checkpoint: Path, options: list[str], said: str) -> None:
+    from click.testing import CliRunner
+
+    from slipstream.cli.main import cli
+
+    result = CliRunner().invoke(cli, ["serve", str(checkpoint), *options])
+    assert result.exit_code == 2, result.output
+    assert said in result.output
