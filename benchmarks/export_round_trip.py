@@ -54,7 +54,7 @@ def main() -> int:
     args.out.mkdir(parents=True, exist_ok=True)
     plan = planned(args)
     folder = exported(args)
-    with running(args, plan, folder):
+    with running(args, folder):
         result = measured(args, plan)
     result |= {"engine": args.engine, "draft": plan.verdict.draft, "k": plan.verdict.k}
     gap = result["gap"]
@@ -94,7 +94,7 @@ def exported(args: argparse.Namespace) -> Path:
 
 
 @contextmanager
-def running(args: argparse.Namespace, plan: Plan, folder: Path) -> Iterator[None]:
+def running(args: argparse.Namespace, folder: Path) -> Iterator[None]:
     """The engine, started by the exported script."""
     environment = os.environ | {"PATH": f"{args.bin}:{os.environ['PATH']}", "VLLM_CPU_KVCACHE_SPACE": "2"}
     environment |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
@@ -125,7 +125,17 @@ def wait(process: subprocess.Popen[bytes], args: argparse.Namespace) -> None:
 
 def measured(args: argparse.Namespace, plan: Plan) -> dict[str, Any]:
     address, state = f"http://127.0.0.1:{args.port}", str(args.out / "monitor.sqlite")
-    watch = ("monitor", "--url", address, "--plan", str(args.out / "plan.json"), "--once", "--json", "--state", state)
+    watch = (
+        "monitor",
+        "--url",
+        address,
+        "--plan",
+        str(args.out / "export" / "plan.json"),
+        "--once",
+        "--json",
+        "--state",
+        state,
+    )
     call(*watch, allowed=(0, 1, 3))
     bench = args.out / "bench.json"
     call(
@@ -174,7 +184,7 @@ def engine_acceptance(seen: dict[str, Any]) -> dict[str, Any]:
     return {
         "emitted": total["emitted"],
         "acceptance": total["accepted"] / total["drafted"] if total["drafted"] else None,
-        "length": (total["accepted"] + total["rounds"]) / total["rounds"] if total["rounds"] else None,
+        "length": total["emitted"] / total["rounds"] if total["rounds"] else None,
     }
 
 

@@ -283,6 +283,10 @@ def test_the_command_writes_a_folder(tmp_path: Path) -> None:
     assert sorted(str(p.relative_to(out)) for p in out.rglob("*") if p.is_file()) == document["files"]
     assert os.access(out / "launch.sh", os.X_OK)
     assert load(str(out / "plan.json")) == load(PLAN_FILE)
+    more = ["--target", "/w/t", "--draft", "/w/d", "--force"]
+    CliRunner().invoke(command, [PLAN_FILE, "--engine", "vllm", "--out", str(out), *more], standalone_mode=False)
+    named = load(str(out / "plan.json"))
+    assert (named.target.model, named.draft and named.draft.members[0].model) == ("/w/t", "/w/d")
     again = CliRunner().invoke(command, [PLAN_FILE, "--engine", "vllm", "--out", str(out)], standalone_mode=False)
     assert isinstance(again.exception, InputError)
     assert "--force" in str(again.exception)

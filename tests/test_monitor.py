@@ -127,6 +127,7 @@ def test_old_llama_cpp_tells_lengths_only() -> None:
     found = _between(lambda h: fake.llama_cpp(h, counters=False), lambda h: h.ran(100, 2, [0.5], answers=10))
     assert (found.rounds, found.drafted, found.accepted, found.drafting_rounds) == (110, None, None, None)
     assert rates(found).acceptance is None
+    assert rates(found).length == pytest.approx((10 + 100 + 75) / 110)
 
 
 @pytest.mark.parametrize("old", [False, True])

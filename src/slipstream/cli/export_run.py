@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import click
@@ -13,8 +13,9 @@ from slipstream.errors import InputError
 from slipstream.export.kubernetes import Cluster, check_name, objects
 from slipstream.export.types import Export, Target
 from slipstream.export.write import EXPORTERS, SCRIPT, documents, words
+from slipstream.fields import to_json
 from slipstream.measure.files import write_whole
-from slipstream.plan import load
+from slipstream.plan import Plan, load
 
 #: Raised when a reader of the document would have to change.
 FORMAT = 1
@@ -54,12 +55,27 @@ def run(task: ExportTask) -> int:
     plan = load(task.plan)
     export = EXPORTERS[task.engine](plan, _target(task))
     files = documents(plan, export)
-    files["plan.json"] = Path(task.plan).read_text(encoding="utf-8")
+    files["plan.json"] = json.dumps(to_json(renamed(plan, task)), indent=1) + "\n"
     if task.kubernetes:
         files |= objects(plan, export, _cluster(task))
     _write(Path(task.out), files)
     _tell(task, export, files)
     return 0
+
+
+def renamed(plan: Plan, task: ExportTask) -> Plan:
+    """The plan with its models called as they are there, for `slipstream monitor --plan`."""
+    if task.target:
+        plan = replace(plan, target=replace(plan.target, model=task.target))
+    if task.draft is None:
+        return plan
+    drafts = [
+        replace(d, members=tuple(replace(m, model=task.draft if m.model else None) for m in d.members))
+        if d.name == plan.verdict.draft
+        else d
+        for d in plan.drafts
+    ]
+    return replace(plan, drafts=tuple(drafts))
 
 
 def check(task: ExportTask) -> None:

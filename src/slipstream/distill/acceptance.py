@@ -119,7 +119,7 @@ def by_position(overlaps: Sequence[Overlaps], temperature: int, count: int = POS
     """a_1..a_count, conditional on what is before; shorter if no window is as long.
 
     >>> by_position([Overlaps("a", "all", (1.0, 1.0, 0.0, 1.0), ())], 0, 2)
-    (0.75, 0.3333333333333333)
+    (0.75, 0.5)
     """
     reached, chosen = _chain(overlaps, temperature, count)
     found: list[float] = []

@@ -238,7 +238,7 @@ def mismatches(before: Identity | None, now: Identity, context: Context) -> Iter
     if now.trained_for and now.target_version and now.trained_for != now.target_version:
         yield _mismatch(f"the draft was trained for target {now.trained_for}, and {now.target_version} runs")
     for role, wanted, runs in (("target", expected.target, now.target), ("draft", expected.draft, now.draft)):
-        if wanted and runs and _short(wanted) != _short(runs):
+        if wanted and runs and not _alike(wanted, runs):
             yield _mismatch(f"the plan's {role} is {wanted}, and the engine runs {runs}")
     if before is not None and _changed(before, now) and _same_draft(before, now):
         what = f"the target changed from {_version(before)} to {_version(now)}, and the draft is the one of before"
@@ -272,9 +272,17 @@ def _version(identity: Identity) -> str:
     return "@".join(part for part in (identity.target, identity.target_version) if part) or "?"
 
 
-def _short(name: str) -> str:
-    """Names of one model in different places end alike."""
-    return name.rstrip("/").replace("\\", "/").rsplit("/", 1)[-1].removesuffix(".gguf").lower()
+def _alike(one: str, other: str) -> bool:
+    """Whether two names may be of one model: places differ, and files say how their weights are held.
+
+    >>> _alike("org/model-7b", "/weights/model-7b-q8_0.gguf"), _alike("org/model-7b", "org/model-70b")
+    (True, False)
+    """
+    a, b = (
+        name.rstrip("/").replace("\\", "/").rsplit("/", 1)[-1].removesuffix(".gguf").lower() for name in (one, other)
+    )
+    shorter, longer = sorted((a, b), key=len)
+    return longer == shorter or longer.startswith((f"{shorter}-", f"{shorter}.", f"{shorter}_"))
 
 
 def unreachable(reason: str, failures: int) -> Alarm:

@@ -78,9 +78,10 @@ def rates(counts: Counts) -> Rates:
     >>> rates(Counts(emitted=170, rounds=100, drafting_rounds=50, drafted=100, accepted=70)).length
     1.7
     """
+    emitted = counts.emitted if counts.emitted is not None else _sum(counts.accepted, counts.rounds)
     return Rates(
         acceptance=_ratio(counts.accepted, counts.drafted),
-        length=_ratio(_sum(counts.accepted, counts.rounds), counts.rounds),
+        length=_ratio(emitted, counts.rounds),
         at=conditional(counts),
         drafting=_ratio(counts.drafting_rounds, counts.rounds),
         k=_ratio(counts.drafted, counts.rounds),
