@@ -45,7 +45,7 @@ def hash_of(secret: str) -> str:
     """What a configuration holds of a key.
 
     >>> hash_of("not a good key")[:20]
-    'sha256:efc48e1ac1e97'
+    'sha256:ae7910d10e9ce'
     """
     return f"sha256:{sha256(secret.encode()).hexdigest()}"
 
