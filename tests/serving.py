@@ -74,8 +74,8 @@ class Parrot:
             starts = [i for i, t in enumerate(tokens) if t == START]
             said = tokens[starts[-1] + 1 + len(self._head) :]
             users = [i for i in starts if tokens[i + 1 : i + 1 + len(self._user)] == self._user]
-            begin = users[-1] + 1 + len(self._user)
-            text = tokens[begin : tokens.index(EOS, begin)]
+            begin = users[-1] + 1 + len(self._user) if users else 0
+            text = tokens[begin : tokens.index(EOS, begin)] if users else []
         if text[:1] == [self._turn]:
             text = text[:0:-1]
         return text[len(said)] if len(said) < len(text) else EOS

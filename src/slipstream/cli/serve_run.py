@@ -43,12 +43,12 @@ def run(options: Mapping[str, Any]) -> int:
     from slipstream.serve.service import Options, Service
 
     around = around_of(options, name)
-    set_up(sys.stderr, form=options["log_format"], prompts=options["log_prompts"], level=options["log_level"])
-    if not around.gate.keys and not loopback_hosts(options["host"]):
-        tell("there are no API keys: whoever reaches this port can use it", logging.WARNING)
     surroundings = Surroundings(around)
     try:
         engine = load_engine(options)
+        set_up(sys.stderr, form=options["log_format"], prompts=options["log_prompts"], level=options["log_level"])
+        if not around.gate.keys and not loopback_hosts(options["host"]):
+            tell("there are no API keys: whoever reaches this port can use it", logging.WARNING)
         allowed = (options["max_tokens"], options["max_n"], options["queue"], options["max_prompt"])
         service = Service(engine, Options(name, *allowed, pace=options["stream_pace"]))
         binding = Binding(options["host"], options["port"], options["drain_seconds"], tls)

@@ -119,9 +119,8 @@ class Observers:
 
     def _tell(self, method: str, *what: Any) -> None:
         for observer in self._observers:
-            if method == "on_sent" and not hasattr(observer, method):
-                continue
             try:
-                getattr(observer, method)(*what)
+                if method != "on_sent" or hasattr(observer, method):
+                    getattr(observer, method)(*what)
             except Exception:
                 logger.exception("%s.%s failed", type(observer).__name__, method)
