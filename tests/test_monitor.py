@@ -21,7 +21,7 @@ from slipstream.monitor.engines import ENGINES, counts, derive, detect, find, fr
 from slipstream.monitor.exposition import line, parse
 from slipstream.monitor.scrape import Source
 from slipstream.monitor.store import Kept, Store
-from slipstream.monitor.stream import Expected
+from slipstream.monitor.stream import Expected, speed_up
 from slipstream.monitor.types import Counts, Raw, Stream, conditional, rates
 from slipstream.monitor.watch import Monitor, Options, Report
 
@@ -340,6 +340,14 @@ def test_slower_than_without(pages: Pages, tmp_path: Path) -> None:
     # 100 rounds a look: 40, 16, 6 and 2 accepted
     assert alarm.value == pytest.approx((1 + 0.4 + 0.16 + 0.06 + 0.02) / (0.5 * 4 + 1.4), rel=0.01)
     assert "no k pays" in alarm.advice
+
+
+def test_rounds_without_a_draft_cost_a_plain_step() -> None:
+    """Half of the rounds draft 4 tokens at c = 0.1 and b = 0.05 (1.6 plain steps), half none."""
+    window = Counts(emitted=250, rounds=100, drafting_rounds=50, drafted=200, accepted=150)
+    found = speed_up(window, Expected(costs=Costs.linear(0.1, 0.05)), None)
+    assert found is not None
+    assert found.value == pytest.approx(2.5 / (0.5 * 1.6 + 0.5))
 
 
 def test_advice_names_the_best_k(pages: Pages, tmp_path: Path) -> None:

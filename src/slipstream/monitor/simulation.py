@@ -47,20 +47,23 @@ def _effects(service: Service, steps: int, rng: np.random.Generator) -> Array:
     answers = rng.normal(0, service.of_answers, (slots, steps))
     latest = np.maximum.accumulate(np.where(new, np.arange(steps), 0), axis=1)
     of_answer = np.take_along_axis(answers, latest, axis=1)
-    stretches = np.stack([_autoregression(steps, 12.0, rng) for _ in range(slots)]) * service.of_stretches
+    stretches = _autoregressions(slots, steps, 12.0, rng) * service.of_stretches
     tokens_a_step = service.k * slots
-    times = _autoregression(steps, 20_000 / tokens_a_step, rng) * service.of_times
+    times = _autoregressions(1, steps, 20_000 / tokens_a_step, rng) * service.of_times
     return np.asarray(of_answer + stretches + times)
 
 
-def _autoregression(steps: int, memory: float, rng: np.random.Generator) -> Array:
-    """Of order 1 with variance 1 that forgets over ``memory`` steps; (steps,)."""
-    from scipy.signal import lfilter
-
+def _autoregressions(count: int, steps: int, memory: float, rng: np.random.Generator) -> Array:
+    """Of order 1 with variance 1 that forget over ``memory`` steps; (count, steps)."""
     keep = float(np.exp(-1 / max(memory, 1e-9)))
-    noise = rng.normal(0, np.sqrt(1 - keep**2), steps)
-    noise[0] = rng.normal()
-    return np.asarray(lfilter([1.0], [1.0, -keep], noise))
+    noise = np.empty((count, steps))
+    for row in noise:
+        row[:] = rng.normal(0, np.sqrt(1 - keep**2), steps)
+        row[0] = rng.normal()
+    levels = noise.T.copy()
+    for step in range(1, steps):
+        levels[step] += keep * levels[step - 1]
+    return np.asarray(levels.T)
 
 
 def _accepted(odds: Array, k: int, rng: np.random.Generator) -> Array:
