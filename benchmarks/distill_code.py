@@ -2,7 +2,8 @@
 
     python benchmarks/distill_code.py [TARGET] [--minutes 40] [--work DIR] [--out benchmarks/results/distill_code.json]
 
-The corpus is Python's standard library, split by module. Acceptance is offline, on held-out modules, at T = 0 and 1. The
+The corpus is Python's standard library, split by module. Acceptance is offline, on held-out modules, at T = 0 and
+1. The
 speed-up is end to end: ``slipstream bench`` continues beginnings of held-out modules, plainly, with the draft, and
 with what training began from, in turns. Prints a table and, as the last line, one JSON document. What follows ``--`` is
 handed to ``slipstream distill``, for example ``-- --init layers:0,1,28,29``. A run that was interrupted goes on.

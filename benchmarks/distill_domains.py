@@ -3,7 +3,8 @@
     python benchmarks/distill_domains.py [TARGET] [--minutes 20] [--work DIR] [--out benchmarks/results/domains.json]
 
 Code is Python's standard library, split by module; legal text the licence and copyright files of a Debian machine,
-split by package, near copies left out of what is measured. Both drafts come from one command each, with the same recipe; what
+split by package, near copies left out of what is measured. Both drafts come from one command each, with the same
+recipe; what
 follows ``--`` is added to it. Prints the matrix and, as the last line, one JSON document.
 """
 
