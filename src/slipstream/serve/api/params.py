@@ -59,7 +59,7 @@ async def prepare(
             raise ApiError(400, "speculation.tokens is for streams; set stream=true", param="speculation.tokens")
     _check_lengths(prompts, service)
     n = _answers(body, service, len(prompts))
-    k = _draft_length(body.speculation, service)
+    k = _draft_length(body.speculation, service, predicted=body.prediction is not None)
     params = [_sampling_params(body, service, len(prompt), asked) for prompt in prompts]
     grammar = await _grammar(body, service, asked)
     made: list[Request] = []
@@ -169,7 +169,7 @@ def _answers(body: Generation, service: Service, prompts: int) -> int:
     return n
 
 
-def _draft_length(given: Speculation | None, service: Service) -> int | None:
+def _draft_length(given: Speculation | None, service: Service, *, predicted: bool) -> int | None:
     """k of each round; None leaves it to the engine."""
     if given is None:
         return None
@@ -177,7 +177,7 @@ def _draft_length(given: Speculation | None, service: Service) -> int | None:
         if given.k:
             raise ApiError(400, f"speculation.k={given.k} contradicts speculation.enabled=false", param="speculation")
         return 0
-    if (given.k or given.enabled) and isinstance(service.engine.setting.drafter, NoDrafter):
+    if (given.k or given.enabled) and not predicted and isinstance(service.engine.setting.drafter, NoDrafter):
         raise ApiError(400, "this server has no draft; leave speculation.enabled and .k out", param="speculation")
     return given.k
 
