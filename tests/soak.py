@@ -1,4 +1,4 @@
-"""Many requests of many clients at once, good and bad, against a server of the model that says what it is told."""
+"""Many requests of many clients at once, good and bad, against a server whose answers are known."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import asyncio
 import json
 import random
 from collections import Counter
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import httpx
 
@@ -23,6 +24,35 @@ _BAD: list[Any] = [
 ]
 
 
+class Known(Protocol):
+    """What to ask, and what the answer is."""
+
+    extra: Mapping[str, Any]
+    """Further fields of each request."""
+
+    def text(self, number: int, rng: random.Random) -> str: ...
+
+    def chat(self, text: str) -> str: ...
+
+    def completion(self, text: str) -> tuple[str, str]: ...
+
+
+class Parrot:
+    """Answers are what was said."""
+
+    extra: Mapping[str, Any] = {}
+
+    def text(self, number: int, rng: random.Random) -> str:
+        words = ["the cat ", "and ", "é", "日本", "\U0001f600", "x" * rng.randrange(9)]
+        return f"{number}: {''.join(rng.choice(words) for _ in range(rng.randrange(1, 9)))} {number}."
+
+    def chat(self, text: str) -> str:
+        return text
+
+    def completion(self, text: str) -> tuple[str, str]:
+        return text + "|", text
+
+
 @dataclass
 class Done:
     """What came of it."""
@@ -34,100 +64,104 @@ class Done:
     """What was not as it should be."""
 
 
-async def soak(url: str, *, requests: int, clients: int, seed: int) -> Done:
+async def soak(url: str, known: Known, *, requests: int, clients: int, seed: int) -> Done:
     """Send ``requests`` in all; every answer has to be the one to its own request."""
     done = Done()
     limits = httpx.Limits(max_connections=clients, max_keepalive_connections=clients)
-    async with httpx.AsyncClient(base_url=url, timeout=120, limits=limits) as client:
+    async with httpx.AsyncClient(base_url=url, timeout=300, limits=limits, trust_env=False) as http:
         numbers = iter(range(requests))
-        await asyncio.gather(*(_client(client, numbers, random.Random(seed * 1000 + i), done) for i in range(clients)))
+        each = [_Client(http, known, random.Random(seed * 1000 + i)) for i in range(clients)]
+        await asyncio.gather(*(one.work(numbers, done) for one in each))
     return done
 
 
-async def _client(client: httpx.AsyncClient, numbers: Any, rng: random.Random, done: Done) -> None:
-    kinds = {
-        "whole": _whole,
-        "stream": _stream,
-        "stop": _stop,
-        "completion": _completion,
-        "bad": _bad,
-        "leaves": _leaves,
-    }
-    for number in numbers:
-        kind = rng.choice(list(kinds))
-        done.sent += 1
-        done.counts[kind] += 1
-        words = ["the cat ", "and ", "é", "日本", "\U0001f600", "x" * rng.randrange(9)]
-        text = f"{number}: {''.join(rng.choice(words) for _ in range(rng.randrange(1, 9)))} {number}."
-        try:
-            fault = await kinds[kind](client, text, rng)
-        except Exception as error:
-            fault = f"{type(error).__name__}: {error}"
-        if fault is not None:
-            done.faults.append(f"{number} {kind}: {fault}")
+class _Client:
+    """One of many."""
 
+    def __init__(self, http: httpx.AsyncClient, known: Known, rng: random.Random) -> None:
+        self._http = http
+        self._known = known
+        self._rng = rng
+        self._kinds = {
+            "whole": self._whole,
+            "stream": self._stream,
+            "stop": self._stop,
+            "completion": self._completion,
+            "bad": self._bad,
+            "leaves": self._leaves,
+        }
 
-def _body(text: str, rng: random.Random, **more: Any) -> dict[str, Any]:
-    body: dict[str, Any] = {"messages": [{"role": "user", "content": text}], **more}
-    if rng.random() < 0.3:
-        body["n"] = rng.randrange(1, 4)
-    if rng.random() < 0.3:
-        body["speculation"] = rng.choice([{"enabled": False}, {"k": 3}, {"k": 1, "statistics": True}])
-    return body
+    async def work(self, numbers: Iterator[int], done: Done) -> None:
+        """One request after the other, while there are any."""
+        for number in numbers:
+            kind = self._rng.choice(list(self._kinds))
+            done.sent += 1
+            done.counts[kind] += 1
+            try:
+                fault = await self._kinds[kind](self._known.text(number, self._rng))
+            except Exception as error:
+                fault = f"{type(error).__name__}: {error}"
+            if fault is not None:
+                done.faults.append(f"{number} {kind}: {fault}")
 
+    def _body(self, text: str, **more: Any) -> dict[str, Any]:
+        body: dict[str, Any] = {"messages": [{"role": "user", "content": text}], **self._known.extra, **more}
+        if self._rng.random() < 0.3:
+            body["n"] = self._rng.randrange(1, 4)
+        if self._rng.random() < 0.3:
+            body["speculation"] = self._rng.choice([{"enabled": False}, {"k": 3}, {"k": 1, "statistics": True}])
+        return body
 
-async def _whole(client: httpx.AsyncClient, text: str, rng: random.Random) -> str | None:
-    body = _body(text, rng)
-    response = await client.post(CHAT, json=body)
-    said = [c["message"]["content"] for c in response.json()["choices"]]
-    return None if said == [text] * body.get("n", 1) else f"said {said} to {text!r}"
+    async def _whole(self, text: str) -> str | None:
+        body, wanted = self._body(text), self._known.chat(text)
+        response = await self._http.post(CHAT, json=body)
+        said = [c["message"]["content"] for c in response.json()["choices"]]
+        return None if said == [wanted] * body.get("n", 1) else f"said {said}, not {wanted!r}"
 
+    async def _stop(self, text: str) -> str | None:
+        wanted = self._known.chat(text)
+        at = self._rng.randrange(1, max(2, len(wanted) - 1))
+        stop = wanted[at : at + self._rng.randrange(1, 4)] or "."
+        response = await self._http.post(CHAT, json=self._body(text, stop=[stop]))
+        said = {c["message"]["content"] for c in response.json()["choices"]}
+        return None if said == {wanted.partition(stop)[0]} else f"said {said}, not {wanted!r} until {stop!r}"
 
-async def _stop(client: httpx.AsyncClient, text: str, rng: random.Random) -> str | None:
-    at = rng.randrange(1, len(text) - 1)
-    stop = text[at : at + rng.randrange(1, 4)]
-    response = await client.post(CHAT, json=_body(text, rng, stop=[stop]))
-    said = {c["message"]["content"] for c in response.json()["choices"]}
-    return None if said == {text[: text.index(stop)]} else f"said {said} to {text!r} until {stop!r}"
+    async def _stream(self, text: str) -> str | None:
+        body, wanted = self._body(text, stream=True), self._known.chat(text)
+        said = [""] * body.get("n", 1)
+        ended = False
+        async with self._http.stream("POST", CHAT, json=body) as response:
+            async for line in response.aiter_lines():
+                if ended and line:
+                    return f"{line} after the end"
+                if line == "data: [DONE]":
+                    ended = True
+                elif line:
+                    for choice in json.loads(line.removeprefix("data: "))["choices"]:
+                        said[choice["index"]] += choice["delta"].get("content") or ""
+        return None if ended and set(said) == {wanted} else f"said {said}, not {wanted!r}, ended: {ended}"
 
+    async def _completion(self, text: str) -> str | None:
+        prompt, wanted = self._known.completion(text)
+        body = {"prompt": [prompt, prompt], "max_tokens": 150, **self._known.extra}
+        response = await self._http.post(TEXTS, json=body)
+        said = [c["text"] for c in response.json()["choices"]]
+        return None if said == [wanted, wanted] else f"said {said}, not {wanted!r}"
 
-async def _stream(client: httpx.AsyncClient, text: str, rng: random.Random) -> str | None:
-    body = _body(text, rng, stream=True)
-    said = [""] * body.get("n", 1)
-    ended = False
-    async with client.stream("POST", CHAT, json=body) as response:
-        async for line in response.aiter_lines():
-            if ended and line:
-                return f"{line} after the end"
-            if line == "data: [DONE]":
-                ended = True
-            elif line:
-                for choice in json.loads(line.removeprefix("data: "))["choices"]:
-                    said[choice["index"]] += choice["delta"].get("content") or ""
-    return None if ended and set(said) == {text} else f"said {said} to {text!r}, ended: {ended}"
+    async def _bad(self, text: str) -> str | None:
+        response = await self._http.post(CHAT, json=self._rng.choice(_BAD))
+        return None if response.status_code == 400 and response.json()["error"] else f"status {response.status_code}"
 
-
-async def _completion(client: httpx.AsyncClient, text: str, rng: random.Random) -> str | None:
-    response = await client.post(TEXTS, json={"prompt": [text + "|", "a|"], "max_tokens": 150})
-    said = [c["text"] for c in response.json()["choices"]]
-    return None if said == [text, "a"] else f"said {said} to {text!r}"
-
-
-async def _bad(client: httpx.AsyncClient, text: str, rng: random.Random) -> str | None:
-    response = await client.post(CHAT, json=rng.choice(_BAD))
-    return None if response.status_code == 400 and response.json()["error"] else f"status {response.status_code}"
-
-
-async def _leaves(client: httpx.AsyncClient, text: str, rng: random.Random) -> str | None:
-    """Goes away, at any moment."""
-    if rng.random() < 0.5:
-        with suppress(httpx.TimeoutException):
-            await client.post(CHAT, json=_body(text * 20, rng), timeout=rng.random() * 0.2)
+    async def _leaves(self, text: str) -> str | None:
+        """Goes away, at any moment."""
+        if self._rng.random() < 0.5:
+            with suppress(httpx.TimeoutException):
+                await self._http.post(CHAT, json=self._body(text * 9), timeout=self._rng.random() * 0.2)
+            return None
+        async with self._http.stream("POST", CHAT, json=self._body(text * 9, stream=True)) as response:
+            left = self._rng.randrange(6)
+            async for _ in response.aiter_lines():
+                left -= 1
+                if left <= 0:
+                    break
         return None
-    async with client.stream("POST", CHAT, json=_body(text * 20, rng, stream=True)) as response:
-        left = rng.randrange(6)
-        async for _ in response.aiter_lines():
-            left -= 1
-            if left <= 0:
-                break
-    return None

@@ -125,10 +125,10 @@ def test_too_many_are_told_to_come_back(endless: Served) -> None:
 
 def test_soak() -> None:
     """A few hundred requests of 24 clients: disconnects, bad bodies, stops, streams; none lost, mixed or unfinished."""
-    from soak import soak
+    from soak import Parrot, soak
 
     with served(parrot_engine(requests=8), max_queue=1000) as server:
-        done = asyncio.run(soak(server.url, requests=300, clients=24, seed=1))
+        done = asyncio.run(soak(server.url, Parrot(), requests=300, clients=24, seed=1))
         server.quiet()
     assert done.sent == 300
     assert done.faults == []

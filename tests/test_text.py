@@ -254,6 +254,19 @@ def test_stop_wins_over_length_at_the_same_token() -> None:
     assert run([0, 1], stop=["b"], max_tokens=2) == (["a", ""], "stop")
 
 
+@pytest.mark.parametrize("end", ["length", "eos", "cancel"])
+def test_stop_string_that_an_incomplete_character_completes(end: str) -> None:
+    """Bytes that are left over at the end come out as a replacement character: a stop string with one was missed."""
+    ids = ids_of(BYTES, "abc\N{GRINNING FACE}")[:-1]
+    one = ending(
+        BYTES, stop=["c\N{REPLACEMENT CHARACTER}"], max_tokens=len(ids) if end == "length" else 99, stop_ids=[3]
+    )
+    text = "".join(one.push(t) for t in ids)
+    text += one.push(3) if end == "eos" else one.flush()
+    assert text == "ab"
+    assert one.reason == {"length": "stop", "eos": "stop", "cancel": None}[end]
+
+
 def test_stop_strings_do_not_count_before_min_tokens() -> None:
     assert run([0, 1, 0, 1, 2], stop=["b"], min_tokens=3) == (["a", "b", "a", ""], "stop")
     assert run([0, 1, 0], stop=["b"], min_tokens=2) == (["a", ""], "stop")

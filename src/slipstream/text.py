@@ -165,26 +165,33 @@ class Ending:
         return released
 
     def flush(self) -> str:
-        """Whatever text is still held back; for the end of an answer that nothing cuts."""
+        """Whatever text is still held back, up to a stop string that an incomplete character at the end completes."""
         rest = self._held + (self._detokenizer.flush() if self._detokenizer else "")
         self._held = ""
-        return rest
+        at = self._stop_in(rest)
+        if at is not None and self.reason is not None:
+            self.reason = "stop"
+        return rest[:at]
 
     def _release(self, text: str) -> str:
         """Add ``text`` to what is held back; let go of what can no longer be part of a stop string."""
         if not self._stop:
             return text
         self._held += text
-        if self._count >= self._min_tokens:
-            found = [at for s in self._stop if (at := self._held.find(s)) >= 0]
-            if found:
-                released, self._held = self._held[: min(found)], ""
-                self.reason = "stop"
-                self._detokenizer = None
-                return released
+        if (end := self._stop_in(self._held)) is not None:
+            released, self._held = self._held[:end], ""
+            self.reason = "stop"
+            self._detokenizer = None
+            return released
         keep = max(_overlap(self._held, s) for s in self._stop)
         released, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
         return released
+
+    def _stop_in(self, text: str) -> int | None:
+        """Where the first stop string begins, if there is one that counts."""
+        if self._count < self._min_tokens:
+            return None
+        return min((at for s in self._stop if (at := text.find(s)) >= 0), default=None)
 
 
 def _overlap(text: str, stop: str) -> int:
