@@ -22,7 +22,7 @@ from slipstream.models.base import Model
 POSITIONS = 8
 TEMPERATURES = (0, 1)
 #: Of the target's distribution so many of the likeliest tokens are kept where a draft is measured again and again.
-_KEPT = 64
+_KEPT = 256
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ def by_position(overlaps: Sequence[Overlaps], temperature: int, count: int = POS
     """a_1..a_count, conditional on what is before; shorter if no window is as long.
 
     >>> by_position([Overlaps("a", "all", (1.0, 1.0, 0.0, 1.0), ())], 0, 2)
-    (0.75, 0.3333333333333333)
+    (0.75, 0.5)
     """
     reached, chosen = _chain(overlaps, temperature, count)
     found: list[float] = []
