@@ -11,12 +11,16 @@ answers are the target's own all the time; only their speed depends on the draft
 from __future__ import annotations
 
 import json
+import os
 import sys
 import sysconfig
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 import torch
 
@@ -165,6 +169,7 @@ def fine_tune(source: Path, out: Path, documents: Sequence[Document], size: Size
     tokenizer = AutoTokenizer.from_pretrained(source)
     model: Any = AutoModelForCausalLM.from_pretrained(source)
     torch.manual_seed(0)
+    warnings.simplefilter("ignore", FutureWarning)  # peft asks transformers in ways that it is giving up
     tuned = get_peft_model(model, LoraConfig(r=32, lora_alpha=64, target_modules="all-linear"))
     learn(tuned, documents, tokenizer, size.steps, 3e-3)
     tuned.merge_and_unload().save_pretrained(out)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import signal
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -13,6 +14,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -20,8 +22,12 @@ from conftest import byte_tokenizer, save_checkpoint
 from slipstream import InputError, SpeculativeDecoding, load_model
 from slipstream.distill.acceptance import Exact, Kept, Overlaps, by_position, figures, gain, predicted, rate
 from slipstream.distill.job import Job, steps_for
+from slipstream.distill.lens import fit_output_layer
+from slipstream.distill.prepare import Target, make_rows, make_start, read_data
 from slipstream.distill.run import Evaluation, Interrupted, Refused, Result, distill
-from slipstream.distill.student import Student, evenly, read_start, save_student
+from slipstream.distill.run import along as along_draft
+from slipstream.distill.student import Student, read_start, save_student
+from slipstream.distill.teacher import Asking
 from slipstream.distill.tokens import Encoded
 from slipstream.distill.train import Recipe, Step
 from slipstream.measure.expectation import Choice, Costs
@@ -111,8 +117,12 @@ def run(job: Job, at_step: Callable[[Step], None] = lambda _: None) -> tuple[Res
 # --- starts -----------------------------------------------------------------------------------------------------------
 
 
-def test_layers() -> None:
-    assert [evenly(n, 30) for n in (1, 2, 3, 4)] == [[0], [0, 29], [0, 14, 29], [0, 9, 19, 29]]
+def test_pruning_keeps_the_first_layers(target: Path) -> None:
+    about = describe(str(target))
+    pruned, named = read_start("prune:2", about), read_start("layers:0,1", about)
+    assert pruned.config["num_hidden_layers"] == 2
+    assert pruned.tensors.keys() == named.tensors.keys()
+    assert all(torch.equal(pruned.tensors[name], named.tensors[name]) for name in named.tensors)
 
 
 def test_a_start_is_its_layers_of_the_target(target: Path, tmp_path: Path) -> None:
@@ -197,6 +207,35 @@ def test_a_reduced_vocabulary_and_a_portable_one(job: Job) -> None:
     assert found[0].after.rate[1].value == pytest.approx(found[1].after.rate[1].value, abs=0.03)
     with pytest.raises(InputError, match="has a reduced vocabulary already"):
         run(replace(job, init=str(small.out), draft_vocab=10, out=job.out.parent / "x"))
+
+
+def test_an_output_layer_that_is_fitted(target: Path, texts: Path, job: Job) -> None:
+    """Least squares against numpy's own; of all layers the fitted one is the target's; of some it is a better start."""
+    whole = Target(str(target), "fp32")
+    job.work.mkdir()
+    data = read_data(job, whole)
+    start, rows = make_start(replace(job, init="layers:0,1"), whole, data), make_rows(job, data, whole)
+    student, asking = Student(start), Asking(whole.model, None, 300)
+    states, logits = [], []
+    for row in range(6):
+        positions = rows.scored[row].nonzero().squeeze(1)
+        with torch.no_grad():
+            states.append(student.states(rows.ids[row : row + 1])[0, positions].double().numpy())
+        found = asking.targets(row, rows.ids[row].tolist(), positions).log_probs.double()
+        logits.append((found - found.mean(1, keepdim=True)).numpy())
+    x, y = np.concatenate(states), np.concatenate(logits)
+    ridge = np.sqrt(1e-2 * np.diag(x.T @ x).mean()) * np.eye(x.shape[1])
+    x, y = np.concatenate((x, ridge)), np.concatenate((y, np.zeros((len(ridge), 300))))
+    expected = np.linalg.lstsq(x, y, rcond=None)[0]
+    fit_output_layer(student, asking, rows, 6)
+    assert np.allclose(student.head.detach().numpy(), expected.T, atol=1e-3)
+    exact = Exact(whole.model, data.validation)
+    plain, fitted = exact.compare([along_draft(Student(start)), along_draft(student)], [None] * 2)
+    assert rate(fitted, 1) > rate(plain, 1) + 0.03
+    shutil.rmtree(job.work)
+    fresh, _ = run(replace(job, steps=1, learning_rate=1e-9))
+    bare, _ = run(replace(job, steps=1, learning_rate=1e-9, fit=0, out=job.out.parent / "bare"))
+    assert fresh.gain[1].value > 0.03 > abs(bare.gain[1].value)
 
 
 def test_a_reduced_draft_can_be_trained_on(job: Job) -> None:
@@ -372,7 +411,7 @@ def test_training_ends_where_nothing_gets_better(job: Job) -> None:
 
 def test_a_draft_that_is_no_better_is_refused(job: Job) -> None:
     with pytest.raises(Refused, match=r"is not better on held-out text: its acceptance at T = 0 changed by [+-]0\.\d+"):
-        run(replace(job, must_gain=True, learning_rate=1e-9, steps=2))
+        run(replace(job, must_gain=True, learning_rate=1e-9, steps=2, fit=0))
     assert not job.out.exists()
     result, _ = run(replace(job, must_gain=True))
     assert result.gain[0].low > 0
@@ -442,8 +481,6 @@ def test_the_acceptance_is_what_a_live_run_counts(job: Job) -> None:
     ids = (5, 6, 7, *output.tokens)
     window = Encoded("d", "c", ids, (False,) * 3 + (True,) * 60)
     student = Student(read_start(str(job.out), describe(job.target)))
-    from slipstream.distill.run import along as along_draft
-
     ((found,),) = Exact(target, [window]).compare([along_draft(student)], [None])
     at, counted = 3, []
     for accepted in _rounds(spec, [5, 6, 7]):

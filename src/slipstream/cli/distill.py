@@ -50,6 +50,7 @@ class _Remembering(click.Command):
 @click.option("--lora", type=int, metavar="RANK", help="Train low-rank adapters only, and merge them.")
 @click.option("--early-exit", type=int, metavar="N", help="An exit head behind N layers of TARGET, not a draft model.")
 @click.option("--rank", type=int, default=64, metavar="R", help="Of the exit head's adapter (default: 64).")
+@click.option("--fit", type=int, default=32, metavar="N", help="Rows to fit a pruned start's output layer on first.")
 @click.option("--embeddings", is_flag=True, help="Train the table of input embeddings too.")
 @click.option("--length", type=int, default=512, metavar="N", help="Tokens in a row of training data (default: 512).")
 @click.option("--steps", type=int, metavar="N", help="Steps (default: 500).")

@@ -22,7 +22,7 @@ from slipstream.models.base import Model
 POSITIONS = 8
 TEMPERATURES = (0, 1)
 #: Of the target's distribution so many of the likeliest tokens are kept where a draft is measured again and again.
-_KEPT = 64
+_KEPT = 256
 
 
 @dataclass(frozen=True)

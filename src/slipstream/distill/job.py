@@ -44,6 +44,8 @@ class Job:
     """Of an exit head's adapter."""
     must_gain: bool = False
     """Refuse a draft whose acceptance is not surely higher than the start's."""
+    fit: int = 32
+    """Rows of text on which the output layer of a pruned start is fitted before training; 0: it is the target's."""
     embeddings: bool = False
     """Whether the table of input embeddings is trained too."""
     length: int = 512
@@ -102,6 +104,7 @@ def check(job: Job) -> None:
         "--validation-tokens": (job.validation_tokens, 32, math.inf),
         "--draft-vocab": (job.draft_vocab, 1, math.inf),
         "--early-exit": (job.early_exit, 1, math.inf),
+        "--fit": (job.fit, 0, math.inf),
         "--rank": (job.rank, 1, 4096),
         "--lora": (job.lora, 1, 4096),
         "--length": (job.length, 8, 1_000_000),

@@ -16,6 +16,7 @@ from slipstream.distill.job import Job
 from slipstream.distill.student import (
     Start,
     Student,
+    is_pruned,
     read_start,
     train_adapters,
     train_exit,
@@ -151,6 +152,11 @@ def _special_ids(about: Description) -> list[int]:
     return sorted({*tokenizer.all_special_ids, *added, *about.eos_token_ids})
 
 
+def is_fitted(job: Job, start: Start) -> bool:
+    """Whether the start gets an output layer of its own before training."""
+    return job.fit > 0 and is_pruned(job.init) and not start.tied
+
+
 def make_student(job: Job, start: Start) -> Student:
     """The draft, with what is trained of it marked."""
     torch.manual_seed(job.seed)
@@ -159,6 +165,7 @@ def make_student(job: Job, start: Start) -> Student:
         train_exit(student, job.rank)
     elif job.lora is not None:
         train_adapters(student, job.lora)
+        student.head.requires_grad_(start.output_ids is not None or is_fitted(job, start))
     else:
         train_fully(student, job.embeddings)
     return student

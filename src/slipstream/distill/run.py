@@ -21,12 +21,14 @@ from slipstream.distill.acceptance import Exact, Figures, Kept, figures, gain, p
 from slipstream.distill.board import Board
 from slipstream.distill.costs import measure_costs
 from slipstream.distill.job import Job, check, remember, steps_for
+from slipstream.distill.lens import fit_output_layer
 from slipstream.distill.losses import CROSS_ENTROPY
 from slipstream.distill.prepare import (
     Data,
     Target,
     check_memory,
     free_disk,
+    is_fitted,
     make_rows,
     make_start,
     make_student,
@@ -54,8 +56,8 @@ from slipstream.models.load import load_model
 _STATE = "state.pt"
 #: What the target says is kept, so many tokens of it at a position, if there are more than so many epochs.
 _KEPT, _EPOCHS = 64, 1.3
-#: Documents whose states tell how a portable output layer has to be.
-_STATES = 16
+#: Documents whose beginnings tell how a portable output layer has to be.
+_STATES = 32
 
 
 @dataclass(frozen=True)
@@ -202,7 +204,11 @@ def _prepared(job: Job, target: Target, observer: Observer) -> Run:
     observer.phase("measuring what passes cost")
     saved = _saved(job)
     costs = job.costs or (_costs(saved["costs"]) if saved else _measured(job, target, student, data))
-    recipe, kept = _plan(job, saved, student, rows, Asking(target.model, start.output_ids, len(start.head)))
+    asking = Asking(target.model, start.output_ids, len(start.head))
+    if saved is None and is_fitted(job, start):
+        observer.phase("fitting the output layer")
+        fit_output_layer(student, asking, rows, job.fit)
+    recipe, kept = _plan(job, saved, student, rows, asking)
     trainer = Trainer(student, rows, kept, recipe)
     remember(job, {"data": data.hash, "target": target.hash})
     course = _Course()
@@ -435,7 +441,7 @@ def _finish(run: Run) -> Result:
             own[name].copy_(weight)
     merge_adapters(student)
     if job.full_vocab:
-        make_portable(student, [one.ids for one in run.data.training[:_STATES]])
+        make_portable(student, [one.ids[: job.length] for one in run.data.training[:_STATES]])
     dtype = torch.float32 if job.early_exit is not None else _dtype(run.start)
     round_to(student, dtype)
     exact = Exact(run.target.model, run.data.validation)

@@ -46,13 +46,18 @@ class Start:
     """Whether the head is the embedding."""
 
 
+def is_pruned(init: str) -> bool:
+    """Whether ``init`` means some of the target's layers."""
+    return init.startswith((PRUNE, LAYERS))
+
+
 def read_start(init: str, target: Description) -> Start:
     """What ``init`` means: ``prune:4``, ``layers:0,9,19,29`` of the target, or a draft model.
 
     Raises:
         InputError: no such thing, not of the Llama family, or not the target's tokenizer.
     """
-    if init.startswith((PRUNE, LAYERS)):
+    if is_pruned(init):
         total = int(target.number("num_hidden_layers"))
         return _pruned(_whole(target, init), _layers(init, total), total)
     draft = describe(init)
@@ -132,7 +137,7 @@ def train_fully(student: Student, embeddings: bool) -> None:
 
 
 def train_adapters(student: Student, rank: int) -> None:
-    """LoRA (Hu et al. 2021, arXiv 2106.09685) of every linear layer; of a reduced output layer all weights."""
+    """LoRA (Hu et al. 2021, arXiv 2106.09685) of every linear layer of the decoder."""
     try:
         from peft import LoraConfig, get_peft_model
     except ImportError as error:
@@ -142,7 +147,6 @@ def train_adapters(student: Student, rank: int) -> None:
     with warnings.catch_warnings():  # peft asks transformers in ways that transformers is giving up
         warnings.simplefilter("ignore", FutureWarning)
         student.decoder = get_peft_model(student.decoder, config)
-    student.head.requires_grad_(student.output_ids is not None)
 
 
 def train_exit(student: Student, rank: int) -> None:
@@ -265,19 +269,10 @@ def _layers(init: str, total: int) -> list[int]:
         count = numbers[0]
         if not 1 <= count < total:
             raise InputError(f"--init {init!r} does not fit the target's {total} layers; use prune:1 to {total - 1}")
-        return evenly(count, total)
+        return list(range(count))
     if numbers != sorted(set(numbers)) or numbers[-1] >= total:
         raise InputError(f"--init {init!r} does not fit; name layers 0 to {total - 1} in ascending order, once each")
     return numbers
-
-
-def evenly(count: int, total: int) -> list[int]:
-    """``count`` of ``total`` layers, the first and the last among them.
-
-    >>> evenly(4, 30)
-    [0, 9, 19, 29]
-    """
-    return [i * (total - 1) // max(1, count - 1) for i in range(count)]
 
 
 def _check_tokenizer(target: Description, draft: Description) -> None:
