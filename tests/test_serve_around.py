@@ -211,9 +211,10 @@ def streamed(server: Server, **body: Any) -> tuple[str, list[dict[str, Any]]]:
 
 
 def test_a_paced_stream_has_the_same_text(server: Server) -> None:
+    asked: dict[str, Any] = {"prompt": "abcabcabcabc", "max_tokens": 60, "speculation": {"k": 4}}
     before = metrics(server)
-    text, chunks = streamed(server, prompt="abcabcabcabc", max_tokens=60)
-    assert text == ask(server, prompt="abcabcabcabc", max_tokens=60).json()["choices"][0]["text"]
+    text, chunks = streamed(server, **asked)
+    assert text == ask(server, **asked).json()["choices"][0]["text"]
     after = metrics(server)
     rounds = after("rounds_total") - before("rounds_total")
     assert chunks[-1]["choices"][0]["finish_reason"] == "length"
