@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -90,3 +91,10 @@ def capture_files(folder: Path) -> list[dict[str, Any]]:
     from slipstream.serve.capture import read_captured
 
     return list(read_captured(folder))
+
+
+def free_port() -> int:
+    """One that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

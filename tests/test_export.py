@@ -19,6 +19,7 @@ import pytest
 import yaml
 from click.testing import CliRunner
 
+from processes import free_port
 from slipstream.cli.export import command
 from slipstream.errors import InputError
 from slipstream.export import llama_cpp, sglang, tensorrt_llm, vllm
@@ -462,7 +463,7 @@ def test_llama_server_starts_with_the_exported_flags_and_answers(
     number = re.search(r"version: (\d+)", built.stderr + built.stdout)
     # Builds without git say 0; they get what is safe for the oldest one that is known.
     version = number[1] if number and int(number[1]) else llama_cpp.SUPPORT.oldest
-    target = Target(version, str(gguf), str(gguf), max_requests=1, port=_free_port(), host="127.0.0.1")
+    target = Target(version, str(gguf), str(gguf), max_requests=1, port=free_port(), host="127.0.0.1")
     small = replace(_with(plan, draft), target=replace(plan.target, max_positions=512, threads=1))
     export = llama_cpp.export(small, target)
     assert LLAMA_SERVER is not None
@@ -497,14 +498,6 @@ def _smollm2_gguf(folder: Path, factory: pytest.TempPathFactory) -> Path:
         model = AutoModelForCausalLM.from_pretrained(folder)
         gguf_files.write_gguf(path, model, kind=GGMLQuantizationType.F16, metadata=metadata)
     return path
-
-
-def _free_port() -> int:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _wait(port: int, server: subprocess.Popen[bytes], log: Path) -> None:

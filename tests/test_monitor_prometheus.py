@@ -18,6 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import metrics_of_tests as fake
 from metrics_of_tests import History, Pages
+from processes import free_port
 from slipstream.monitor.alarms import KINDS
 from slipstream.monitor.engines import ENGINES, derive
 from slipstream.monitor.exporter import Exporter, text
@@ -158,7 +159,7 @@ def test_prometheus_scrapes_exporter_and_engine(pages: Pages, tmp_path: Path) ->
     exporter.show(_report(pages))
     history = History().ran(1000, 4, AT)
     pages.answers["/metrics"] = fake.vllm(history)
-    port = _free_port()
+    port = free_port()
     config = {
         "global": {"scrape_interval": "200ms", "scrape_timeout": "200ms", "evaluation_interval": "200ms"},
         "rule_files": ["rules.yml"],
@@ -183,14 +184,6 @@ def test_prometheus_scrapes_exporter_and_engine(pages: Pages, tmp_path: Path) ->
 
         assert _until(acceptance)
     exporter.close()
-
-
-def _free_port() -> int:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class _running:  # noqa: N801 (reads as a verb)

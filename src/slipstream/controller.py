@@ -443,10 +443,12 @@ class AdaptiveController:
         """Whether to read all, if ``room`` tokens may follow: answers that are long already go on as long again."""
         outlook = self._outlook
         assert outlook is not None
+        left, price = min(self._elapsed, room / outlook.worth), outlook.draft.read * length
+        if left <= price:  # even if it saved all of the time
+            return False
         prior = Acceptance(self._knowledge.prior(self._drafter), OF_REQUEST)
         hoped = self._worth(outlook.verify, outlook.draft, prior.positions(MOST), outlook.room)
-        left = min(self._elapsed, room / outlook.worth)
-        return (1 - outlook.worth / hoped) * left > outlook.draft.read * length
+        return (1 - outlook.worth / hoped) * left > price
 
     def _read_whole(self, length: int) -> None:
         self._session.latest = None

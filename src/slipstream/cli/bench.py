@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from slipstream.cli.options import model_options, rule_option
+from slipstream.cli.options import Remembering, model_options, rule_option
 
 _EXAMPLES = """\b
 Examples:
@@ -26,15 +26,7 @@ bf16 or fp16, and K draft tokens; or a server's address, http://HOST:PORT[/v1][?
 _KS = "Draft tokens in a round: numbers, adaptive, halving (default: 1,2,4,8,adaptive)."
 
 
-class _Remembering(click.Command):
-    """Keeps the words that it was called with, for the record."""
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        ctx.meta["words"] = tuple(args)
-        return super().parse_args(ctx, args)
-
-
-@click.command("bench", epilog=_EXAMPLES, cls=_Remembering)
+@click.command("bench", epilog=_EXAMPLES, cls=Remembering)
 @click.argument("model", metavar="TARGET")
 @click.option(
     "--draft",

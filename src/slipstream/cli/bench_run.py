@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -14,8 +14,10 @@ import click
 
 from slipstream.cli.drafts import NONE, SUFFIX, is_model, members
 from slipstream.cli.options import POLICIES, sampling_params
+from slipstream.cli.pairs import check_room
+from slipstream.cli.progress import follow
 from slipstream.cli.run import INTERRUPTED
-from slipstream.cli.screen import console, is_terminal, note, wants_colour
+from slipstream.cli.screen import console, is_terminal, note, working
 from slipstream.errors import InputError
 from slipstream.measure import memory
 from slipstream.measure.files import check_writable, write_whole
@@ -89,14 +91,14 @@ def run(task: BenchTask) -> int:
     Raises:
         InputError: before anything is loaded if it can be known by then.
     """
-    from slipstream.measure.bench import Measured
+    from slipstream.measure.bench import Measured, measure
 
     plan = check(task)
     bench = _load(task, plan)
     measured = Measured()
     interrupted = False
     try:
-        _measure(bench, measured, task.no_color)
+        follow(measure(bench, measured), bench.steps, task.no_color)
     except KeyboardInterrupt:
         interrupted = True
     _deliver(task, bench, measured, interrupted)
@@ -156,17 +158,6 @@ def _check_numbers(task: BenchTask) -> None:
             raise InputError(f"{option} {value} is too few to measure anything with; use {least} or more")
 
 
-def _check_fits(prompts: Sequence[BenchPrompt], target: Checkpoint | Model) -> None:
-    """Every prompt must leave room for the two tokens that a time per token needs."""
-    limit = target.max_positions
-    for prompt in prompts:
-        if limit is not None and len(prompt.ids) + 2 > limit:
-            raise InputError(
-                f"the prompt {prompt.id!r} has {len(prompt.ids)} tokens, but {target.name} reads at most {limit}; "
-                "leave it out"
-            )
-
-
 # --- loading ----------------------------------------------------------------------------------------------------------
 
 
@@ -196,13 +187,13 @@ def _load(task: BenchTask, plan: Plan) -> Bench:
 
     opened = _open(task)
     prompts = encoded(plan.prompts, opened["target"].tokenizer, task.model)
-    _check_fits(prompts, opened["target"])
+    check_room(prompts, opened["target"])
     weights = _Weights(task.device)
     loaded: dict[str, Model] = {}
     for label, checkpoint in opened.items():
-        with _status(task, f"Loading {checkpoint.name}"), weights.loading(label):
+        with working(f"Loading {checkpoint.name}", task.no_color), weights.loading(label):
             loaded[label] = checkpoint.load()
-    _check_fits(prompts, loaded["target"])  # again: some say their limit only now
+    check_room(prompts, loaded["target"])  # again: some say their limit only now
     hf = _load_transformers(task, plan, weights)
     plain, settings = SpeculativeDecoding(loaded["target"]), _settings(task, plan, loaded)
     # Before they get clocks: what runs may be another view of the weights than what was loaded.
@@ -216,18 +207,14 @@ def _open(task: BenchTask) -> dict[str, Checkpoint]:
     """The target and the draft models with everything checked that can be without reading weights."""
     import torch
 
-    from slipstream.models.load import open_checkpoint, open_draft
-    from slipstream.models.vocabulary import check_pair
+    from slipstream.models.load import Kinds, open_models
 
     if task.threads is not None:
         torch.set_num_threads(task.threads)
-    with _status(task, f"Opening {task.model}"):
-        target = open_checkpoint(task.model, weights=task.weights, device=task.device)
-        opened = {"target": target}
-        for label, path in task.draft_models.items():
-            opened[label] = open_draft(path, weights=task.draft_weights, device=task.device)
-            check_pair(target, opened[label])
-    return opened
+    kinds = Kinds(task.weights, task.draft_weights, task.device)
+    with working(f"Opening {task.model}", task.no_color):
+        target, drafts = open_models(task.model, task.draft_models.values(), kinds)
+    return {"target": target, **{label: drafts[path] for label, path in task.draft_models.items()}}
 
 
 def _load_transformers(task: BenchTask, plan: Plan, weights: _Weights) -> dict[str, Any]:
@@ -238,7 +225,7 @@ def _load_transformers(task: BenchTask, plan: Plan, weights: _Weights) -> dict[s
     loaded: dict[str, Any] = {}
     for key in dict.fromkeys(wanted):
         model, dtype = key.rsplit(" in ", 1)
-        with _status(task, f"Loading {key} for transformers"), weights.loading(key):
+        with working(f"Loading {key} for transformers", task.no_color), weights.loading(key):
             loaded[key] = load_hf(model, dtype, task.device)
     return loaded
 
@@ -312,47 +299,7 @@ def _peers(task: BenchTask, plan: Plan, target: Model, others: tuple[dict[str, A
     return found
 
 
-@contextmanager
-def _status(task: BenchTask, doing: str) -> Iterator[None]:
-    with ExitStack() as stack:
-        if is_terminal(sys.stderr):
-            stack.enter_context(console(sys.stderr, task.no_color).status(doing))
-        yield
-
-
 # --- measuring and reporting ------------------------------------------------------------------------------------------
-
-
-def _measure(bench: Bench, into: Measured, no_color: bool) -> None:
-    """Measure under a progress bar, or, if nobody watches, under a line for every twentieth."""
-    from slipstream.measure.bench import measure
-
-    if not is_terminal(sys.stderr):
-        told = -1
-        for number, step in enumerate(measure(bench, into)):
-            if 20 * number // bench.steps > told:
-                told = 20 * number // bench.steps
-                click.echo(f"step {number + 1} of {bench.steps}: {step}", err=True)
-        return
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
-
-    columns = (
-        TextColumn("{task.description:<32.32}"), BarColumn(bar_width=24), MofNCompleteColumn(),
-        TimeElapsedColumn(), TextColumn("left:"), TimeRemainingColumn(),
-    )  # fmt: skip
-    shown = Console(file=sys.stderr, no_color=not wants_colour(sys.stderr, no_color), highlight=False, markup=False)
-    with Progress(*columns, console=shown, transient=True) as progress:
-        bar = progress.add_task("", total=bench.steps)
-        for number, step in enumerate(measure(bench, into)):
-            progress.update(bar, description=step, completed=number)
 
 
 def _deliver(task: BenchTask, bench: Bench, measured: Measured, interrupted: bool) -> None:

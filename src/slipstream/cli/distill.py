@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from slipstream.cli.options import WEIGHTS
+from slipstream.cli.options import WEIGHTS, Remembering
 
 _EXAMPLES = """\b
 Examples:
@@ -23,15 +23,7 @@ target answers first; {"prompt": "..."}; or {"text": "..."}. Ctrl-C keeps what t
 """
 
 
-class _Remembering(click.Command):
-    """Keeps the words that it was called with, for the record."""
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        ctx.meta["words"] = tuple(args)
-        return super().parse_args(ctx, args)
-
-
-@click.command("distill", epilog=_EXAMPLES, cls=_Remembering)
+@click.command("distill", epilog=_EXAMPLES, cls=Remembering)
 @click.argument("target", metavar="[TARGET]", required=False)
 @click.option("--init", default="", metavar="START", help="A draft model, prune:4, or layers:0,9,19,29 of TARGET.")
 @click.option("--data", multiple=True, metavar="[NAME=]PATH", help="Files or folders; repeatable.")

@@ -15,6 +15,7 @@ from slipstream.measure.engines import Combination, read_combinations
 from slipstream.measure.footprint import as_text
 from slipstream.measure.peak import Peak, Trial, measure_peak
 from slipstream.models.describe import Description, describe
+from slipstream.models.load import auto_weights
 
 FORMAT = 1
 _GIGA = 1e9
@@ -121,10 +122,7 @@ def _setting(task: DoctorTask, target: Description, draft: Description | None, t
 
 
 def _weights(given: str, model: Description, on_cpu: bool, *, drafting: bool = False) -> str:
-    """What ``auto`` means."""
-    if given != "auto":
-        return given
-    return "bf16" if not on_cpu else "fp32" if not model.ours else "int8" if drafting else "fp16"
+    return given if given != "auto" else auto_weights(on_cpu=on_cpu, ours=model.ours, drafting=drafting)
 
 
 def _memory(task: DoctorTask, on_cpu: bool) -> tuple[int | None, str]:

@@ -114,3 +114,11 @@ def _with(options: tuple[Callable[[Any], Any], ...], function: Function) -> Func
     for option in reversed(options):
         function = option(function)
     return function
+
+
+class Remembering(click.Command):
+    """Keeps the words that it was called with, for the record."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        ctx.meta["words"] = tuple(args)
+        return super().parse_args(ctx, args)

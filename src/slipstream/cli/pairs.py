@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from slipstream.cli.drafts import NONE, is_model, members
-from slipstream.cli.run import MOST_THREADS
-from slipstream.cli.screen import console, is_terminal
+from slipstream.cli.run import check_threads
+from slipstream.cli.screen import working
 from slipstream.errors import InputError
 
 if TYPE_CHECKING:
@@ -79,25 +77,20 @@ def load(wanted: Wanted, prompts: Sequence[BenchPrompt]) -> Pairs:
 
     from slipstream.drafters import make_drafter
     from slipstream.measure.prompts import encoded
-    from slipstream.models.load import open_checkpoint
-    from slipstream.models.vocabulary import check_pair
+    from slipstream.models.load import Kinds, open_models
 
+    check_threads(wanted.threads)
     if wanted.threads is not None:
-        if not 1 <= wanted.threads <= MOST_THREADS:
-            raise InputError(f"--threads {wanted.threads} is no number of threads; use 1 to {MOST_THREADS}")
         torch.set_num_threads(wanted.threads)
-    with _loading(wanted, wanted.target):
-        target = open_checkpoint(wanted.target, weights=wanted.weights, device=wanted.device)
-        opened: dict[str, Checkpoint] = {}
-        for name in wanted.draft_models:
-            opened[name] = open_checkpoint(name, weights=wanted.draft_weights, device=wanted.device)
-            check_pair(target, opened[name])
+    with working(f"Loading {wanted.target}", wanted.no_color):
+        kinds = Kinds(wanted.weights, wanted.draft_weights, wanted.device)
+        target, opened = open_models(wanted.target, wanted.draft_models, kinds)
     ready = encoded(prompts, target.tokenizer, wanted.target) if prompts else []
-    with _loading(wanted, wanted.target):
+    with working(f"Loading {wanted.target}", wanted.no_color):
         loaded = target.load()
     models: dict[str, Model] = {}
     for name, checkpoint in opened.items():
-        with _loading(wanted, name):
+        with working(f"Loading {name}", wanted.no_color):
             models[name] = checkpoint.load()
     drafters, parts = {}, {}
     for draft in wanted.drafts:
@@ -105,12 +98,12 @@ def load(wanted: Wanted, prompts: Sequence[BenchPrompt]) -> Pairs:
         drafter = make_drafter(given if len(given) > 1 else given[0], loaded)
         drafters[",".join(draft)] = drafter
         parts[",".join(draft)] = draft
-    kinds = {name: str(getattr(model, "weights", "unknown")) for name, model in models.items()}
-    return Pairs(loaded, drafters, parts, tuple(ready), str(getattr(loaded, "weights", "unknown")), kinds)
+    used = {name: str(getattr(model, "weights", "unknown")) for name, model in models.items()}
+    return Pairs(loaded, drafters, parts, tuple(ready), str(getattr(loaded, "weights", "unknown")), used)
 
 
-def check_room(prompts: Sequence[BenchPrompt], target: Model) -> None:
-    """Every prompt must leave room for an answer.
+def check_room(prompts: Sequence[BenchPrompt], target: Checkpoint | Model) -> None:
+    """Every prompt must leave room for the two tokens that a time per token needs.
 
     Raises:
         InputError: one does not.
@@ -122,12 +115,3 @@ def check_room(prompts: Sequence[BenchPrompt], target: Model) -> None:
                 f"the prompt {prompt.id!r} has {len(prompt.ids)} tokens, but {target.name} reads at most {limit}; "
                 "leave it out"
             )
-
-
-@contextmanager
-def _loading(wanted: Wanted, model: str) -> Iterator[None]:
-    if not is_terminal(sys.stderr):
-        yield
-        return
-    with console(sys.stderr, wanted.no_color).status(f"Loading {model}"):
-        yield

@@ -232,8 +232,7 @@ def _memory(task: PlanTask, pairs: Pairs) -> tuple[int, int | None] | None:
 
 
 def _about(subject: Subject, found: Gathered) -> dict[str, Any]:
-    from slipstream.measure.curves import package_version
-    from slipstream.measure.machine import describe_machine
+    from slipstream.measure.machine import describe_machine, package_version
     from slipstream.measure.planning import now
 
     notes = [f"{name} dropped out: {why}" for name, why in found.failed.items()]

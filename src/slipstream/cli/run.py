@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -15,7 +13,7 @@ import click
 from slipstream.cli.drafts import is_model, members
 from slipstream.cli.options import RULES
 from slipstream.cli.prompt import Prompt
-from slipstream.cli.screen import Screen, console, is_terminal, legend
+from slipstream.cli.screen import Screen, console, is_terminal, legend, working
 from slipstream.errors import InputError
 from slipstream.measure import memory
 from slipstream.measure.files import check_writable
@@ -96,8 +94,7 @@ def check(task: Task) -> None:
     if task.compare and task.plain:
         raise InputError("--compare needs a draft; give --draft suffix or a model, and -k 1 or more")
     members(task.draft)
-    if task.threads is not None and not 1 <= task.threads <= MOST_THREADS:
-        raise InputError(f"--threads {task.threads} is no number of threads; use 1 to {MOST_THREADS}")
+    check_threads(task.threads)
     if task.svg is not None:
         check_writable("--svg", task.svg)
     if task.plot is not None:
@@ -107,18 +104,22 @@ def check(task: Task) -> None:
         check_writable("--plot", task.plot)
 
 
+def check_threads(threads: int | None) -> None:
+    """Refuse a number that PyTorch would not survive.
+
+    Raises:
+        InputError: below 1, or far too many.
+    """
+    if threads is not None and not 1 <= threads <= MOST_THREADS:
+        raise InputError(f"--threads {threads} is no number of threads; use 1 to {MOST_THREADS}")
+
+
 def open_all(task: Task) -> tuple[Checkpoint, dict[str, Checkpoint]]:
     """Target and draft models (by name) with everything checked that can be without reading weights."""
-    from slipstream.models.load import open_checkpoint, open_draft
-    from slipstream.models.vocabulary import check_pair
+    from slipstream.models.load import Kinds, open_models
 
-    with _loading(task, task.model):
-        target = open_checkpoint(task.model, weights=task.weights, device=task.device)
-        drafts: dict[str, Checkpoint] = {}
-        for name in task.draft_models:
-            drafts[name] = open_draft(name, weights=task.draft_weights, device=task.device)
-            check_pair(target, drafts[name])
-    return target, drafts
+    with working(f"Loading {task.model}", task.no_color):
+        return open_models(task.model, task.draft_models, Kinds(task.weights, task.draft_weights, task.device))
 
 
 def _check_fits(ids: list[int], target: Checkpoint | Model) -> None:
@@ -139,7 +140,7 @@ class Models:
 
 def load_all(task: Task, target: Checkpoint, drafts: dict[str, Checkpoint]) -> Models:
     """Read the weights."""
-    with _loading(task, target.name):
+    with working(f"Loading {target.name}", task.no_color):
         loaded = target.load()
     if task.plain:
         return Models(loaded, None, 0)
@@ -149,19 +150,10 @@ def load_all(task: Task, target: Checkpoint, drafts: dict[str, Checkpoint]) -> M
         if name not in drafts:
             parts.append(name)
             continue
-        with _loading(task, name):
+        with working(f"Loading {name}", task.no_color):
             parts.append(drafts[name].load())
     size = max(0, memory.used_bytes(task.device) - before) if drafts else 0
     return Models(loaded, parts if len(parts) > 1 else parts[0], size)
-
-
-@contextmanager
-def _loading(task: Task, model: str) -> Iterator[None]:
-    if not is_terminal(sys.stderr):
-        yield
-        return
-    with console(sys.stderr, task.no_color).status(f"Loading {model}"):
-        yield
 
 
 def _answers(task: Task, models: Models, ids: list[int]) -> Report:

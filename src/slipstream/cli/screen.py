@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
@@ -51,6 +52,16 @@ def console(stream: TextIO, no_color: bool, **options: Any) -> Console:
         markup=False,
         **options,
     )
+
+
+@contextmanager
+def working(doing: str, no_color: bool) -> Iterator[None]:
+    """Say on a terminal what is being done, as long as it is."""
+    if not is_terminal(sys.stderr):
+        yield
+        return
+    with console(sys.stderr, no_color).status(doing):
+        yield
 
 
 def styled(parts: Sequence[Part]) -> Text:

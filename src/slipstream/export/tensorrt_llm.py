@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from slipstream.export.choices import choose, expected_acceptance, weights_note
-from slipstream.export.types import FILES, Argument, Export, Support, Target, Version, Wanted
+from slipstream.export.types import FILES, Argument, Export, Support, Target, Version, Wanted, version_text
 from slipstream.plan import Plan
 from slipstream.yaml_text import Noted, comment, dump
 
@@ -96,10 +96,10 @@ def _schedule(wanted: Wanted, speculative: dict[str, Any], version: Version, not
     if version < SCHEDULE:
         speculative["max_concurrency"] = Noted(
             next((a - 1 for a, _, k, _ in wanted.schedule if k == 0), wanted.max_requests),
-            f"above this many requests drafting is off; k by batch size ({reason}) came with {_text(SCHEDULE)}",
+            f"above this many requests drafting is off; k by batch size ({reason}) came with {version_text(SCHEDULE)}",
         )
         notes.append(
-            f"k by batch size is known of tensorrt-llm from {_text(SCHEDULE)} on; before, drafting is on or off"
+            f"k by batch size is known of tensorrt-llm from {version_text(SCHEDULE)} on; before, drafting is on or off"
         )
         return
     if version >= UPPER:
@@ -109,7 +109,3 @@ def _schedule(wanted: Wanted, speculative: dict[str, Any], version: Version, not
     most = max(wanted.ks)
     table = {a: k for a, _, k, _ in wanted.schedule} | {1: most}
     speculative["draft_len_schedule"] = Noted(table, f"keys are the smallest batch of each k, 1 has the most; {reason}")
-
-
-def _text(version: Version) -> str:
-    return ".".join(map(str, version))

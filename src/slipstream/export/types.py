@@ -13,6 +13,15 @@ from slipstream.plan import Plan
 Version = tuple[int, ...]
 
 
+def version_text(version: Version) -> str:
+    """As the engine writes it.
+
+    >>> version_text((0, 32))
+    '0.32'
+    """
+    return ".".join(map(str, version))
+
+
 @dataclass(frozen=True)
 class Target:
     """Where the engine is to run, and on what."""

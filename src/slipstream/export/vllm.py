@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from slipstream.export.choices import choose, expected_acceptance, weights_note
-from slipstream.export.types import Argument, Export, Support, Target, Version, Wanted
+from slipstream.export.types import Argument, Export, Support, Target, Version, Wanted, version_text
 from slipstream.plan import Plan
 
 SUPPORT = Support(
@@ -70,8 +70,8 @@ def speculative_config(
     if wanted.kinds[0] == "model":
         if version < DRAFT_MODEL:
             notes.append(
-                f"vllm before {_text(DRAFT_MODEL)} was not found to run draft models, so the export copies (n-gram) "
-                f"instead"
+                f"vllm before {version_text(DRAFT_MODEL)} was not found to run draft models, so the export copies "
+                "(n-gram) instead"
             )
             config = _ngram(wanted.k)
         else:
@@ -91,8 +91,8 @@ def speculative_config(
         reasons.append("k by batch size: " + "; ".join(f"{a}-{b}: {k}, {why}" for a, b, k, why in wanted.schedule))
     elif wanted.schedule:
         notes.append(
-            f"k by batch size is known of vllm from {_text(SCHEDULE)} on; here k stays {wanted.k}, which the plan says "
-            f"does not pay from {_stops(wanted)} requests at a time on"
+            f"k by batch size is known of vllm from {version_text(SCHEDULE)} on; here k stays {wanted.k}, which the "
+            f"plan says does not pay from {_stops(wanted)} requests at a time on"
         )
     reasons.append(_rule(wanted, config, version, notes))
     return config, ". ".join(reason for reason in reasons if reason)
@@ -104,7 +104,7 @@ def _rule(wanted: Wanted, config: dict[str, Any], version: Version, notes: list[
         return "greedy, or copied drafts: every rule accepts the same"
     if version < RULES:
         notes.append(
-            f"accept rules and drawn drafts can be chosen in vllm from {_text(RULES)} on; here the draft's "
+            f"accept rules and drawn drafts can be chosen in vllm from {version_text(RULES)} on; here the draft's "
             f"likeliest token is "
             f"verified, which accepts less. {expected_acceptance(wanted.plan, wanted.model, ('greedy draft',))}"
         )
@@ -133,7 +133,3 @@ def _ngram(k: int) -> dict[str, Any]:
 
 def _stops(wanted: Wanted) -> str:
     return str(next((a for a, _, k, _ in wanted.schedule if k < wanted.k), "more"))
-
-
-def _text(version: Version) -> str:
-    return ".".join(map(str, version))

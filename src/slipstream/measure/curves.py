@@ -11,7 +11,6 @@ import json
 import os
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -24,6 +23,7 @@ from slipstream.fields import from_json, to_json
 from slipstream.measure.bandwidth import weight_bytes
 from slipstream.measure.costs import synchronize
 from slipstream.measure.files import write_whole
+from slipstream.measure.machine import describe_machine, package_version
 from slipstream.models.base import Item, Model, feed, forward_each
 from slipstream.models.registry import cache_folder
 
@@ -159,17 +159,7 @@ def key_of(model: Any) -> Key:
     )
 
 
-def package_version() -> str:
-    """Of Slipstream; "unknown" where it is not installed."""
-    try:
-        return version("slipstream")
-    except PackageNotFoundError:
-        return "unknown"
-
-
 def _machine(device: torch.device) -> str:
-    from slipstream.measure.machine import describe_machine
-
     found = describe_machine(device)
     kernels = os.environ.get("SLIPSTREAM_NATIVE", "1")
     told = (found.cpu, found.cores, found.instructions, found.accelerator, found.system, kernels)

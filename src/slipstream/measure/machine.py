@@ -72,3 +72,11 @@ def _accelerator(device: torch.device) -> str | None:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return None if device.type == "cpu" else device.type
+
+
+def package_version() -> str:
+    """Of Slipstream; "unknown" where it is not installed."""
+    try:
+        return version("slipstream")
+    except PackageNotFoundError:
+        return "unknown"

@@ -105,6 +105,31 @@ def open_draft(
     return _open(os.fspath(path), _AUTO_DRAFT if kind == "auto" else kind, where, None)
 
 
+@dataclass(frozen=True)
+class Kinds:
+    """How a target and its drafts are to be loaded."""
+
+    weights: str = "auto"
+    draft_weights: str = "auto"
+    device: str = "cpu"
+
+
+def open_models(target: str, drafts: Iterable[str], kinds: Kinds) -> tuple[Checkpoint, dict[str, Checkpoint]]:
+    """A target and draft models by name, each checked to go with it."""
+    from slipstream.models.vocabulary import check_pair
+
+    opened, found = open_checkpoint(target, weights=kinds.weights, device=kinds.device), {}
+    for name in drafts:
+        found[name] = open_draft(name, weights=kinds.draft_weights, device=kinds.device)
+        check_pair(opened, found[name])
+    return opened, found
+
+
+def auto_weights(*, on_cpu: bool, ours: bool, drafting: bool = False) -> str:
+    """What ``"auto"`` means; ``ours``: the model runs in Slipstream's own decoder, not in transformers' modules."""
+    return "bf16" if not on_cpu else "fp32" if not ours else "int8" if drafting else "fp16"
+
+
 def _open(name: str, kind: str, device: torch.device, tokenizer: Any | None) -> Checkpoint:
     found = _find(name)
     if found.is_file():
@@ -132,7 +157,7 @@ def _weights(weights: str, device: torch.device) -> str:
         raise InputError(f"weights={weights!r} is not known: use one of {', '.join(WEIGHTS[:-1])}")
     if device.type == "cpu":
         return weights
-    return "bf16" if weights == "auto" else weights
+    return auto_weights(on_cpu=False, ours=True) if weights == "auto" else weights
 
 
 def _packed(weights: str, device: torch.device) -> str:
@@ -140,7 +165,8 @@ def _packed(weights: str, device: torch.device) -> str:
     from slipstream.models.linear import PACKED, packed_kernels
     from slipstream.models.native.build import why_not
 
-    best = {"auto": "fp16", _AUTO_DRAFT: "int8"}.get(weights, weights)
+    auto = weights in ("auto", _AUTO_DRAFT)
+    best = auto_weights(on_cpu=True, ours=True, drafting=weights == _AUTO_DRAFT) if auto else weights
     if device.type != "cpu" or best not in PACKED:
         return weights
     if packed_kernels():
@@ -281,7 +307,7 @@ class _Folder:
         if tokenizer is None:
             tokenizer = self._tokenizer()
         if not ours:
-            weights = "fp32" if weights in ("auto", _AUTO_DRAFT) else weights
+            weights = auto_weights(on_cpu=True, ours=False) if weights in ("auto", _AUTO_DRAFT) else weights
             self._check_adaptable(config, weights)
             load: Callable[[], Model] = partial(self._adapted, config, weights, device, tokenizer)
             return Checkpoint(self.name, settings, tokenizer, None, load)

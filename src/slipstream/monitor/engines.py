@@ -102,14 +102,11 @@ SGLANG = Metrics(
     notes=(
         "it has one cumulative counter for speculation, verification calls; accepted tokens are generated tokens less "
         "first tokens less calls, drafted tokens are calls times the steps in force",
-        "its gauges `spec_accept_length` and `spec_accept_rate` are those of the last few batches; "
-        "`spec_accept_rate` was "
-        "accepted tokens with the bonus token over draft tokens before it became accepted over proposed drafts, "
-        "which the "
-        "metric's help text tells; both are used only where counters are missing",
-        "with `--speculative-eagle-topk` above 1 drafts are trees: acceptance is then accepted tokens over steps, "
-        "not over "
-        "tree nodes",
+        "its gauges `spec_accept_length` and `spec_accept_rate` are those of the last few batches; `spec_accept_rate` "
+        "was accepted tokens with the bonus token over draft tokens before it became accepted over proposed drafts, "
+        "which the metric's help text tells; both are used only where counters are missing",
+        "with `--speculative-eagle-topk` above 1 drafts are trees: acceptance is then accepted tokens over steps, not "
+        "over tree nodes",
         "its counters move when an answer ends",
         "there is no acceptance by position",
     ),
@@ -130,11 +127,10 @@ TENSORRT_LLM = Metrics(
     position="token_position",
     running="trtllm_num_requests_running",
     notes=(
-        "counters by position are added when an answer ends and need `return_perf_metrics: true`; the others are added "
-        "each iteration and need `enable_iter_perf_stats: true`; those by position are used where there are both",
-        "1.0 to 1.2 have no such counters; their `/metrics` is a JSON list of iterations that each reader takes "
-        "away, so the "
-        "monitor must be its only reader",
+        "counters by position are added when an answer ends and need `return_perf_metrics: true`; the others are "
+        "added each iteration and need `enable_iter_perf_stats: true`; those by position are used where there are both",
+        "1.0 to 1.2 have no such counters; their `/metrics` is a JSON list of iterations that each reader takes away, "
+        "so the monitor must be its only reader",
     ),
     switch="return_perf_metrics: true, enable_iter_perf_stats: true; /prometheus/metrics",
 )
@@ -153,12 +149,10 @@ LLAMA_CPP = Metrics(
     model=("model",),
     notes=(
         "it does not count answers, so the pass that reads a prompt is counted as a round: lengths are a little low "
-        "where "
-        "answers are short",
+        "where answers are short",
         "counters move when an answer ends",
         "builds without the counters tell tokens and passes only: length is tokens over slots in passes, and "
-        "acceptance "
-        "cannot be told (each answer's own `timings` has it)",
+        "acceptance cannot be told (each answer's own `timings` has it)",
     ),
     switch="--metrics",
 )
@@ -184,8 +178,7 @@ SLIPSTREAM = Metrics(
     drafter="drafter",
     notes=(
         "it counts draft tokens and accepted ones by drafter and by position, and rounds by their number of draft "
-        "tokens, "
-        "without the pass that reads the prompt",
+        "tokens, without the pass that reads the prompt",
         "decode time is added when an answer ends, the time until the first token when that comes",
     ),
     switch="always on",

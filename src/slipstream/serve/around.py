@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 
 from fastapi import APIRouter
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
+from slipstream.measure.machine import package_version
 from slipstream.serve import page
 from slipstream.serve.app import create_app
 from slipstream.serve.capture import Capture, CaptureSettings
@@ -39,7 +39,7 @@ class Surroundings:
 
     def __init__(self, around: Around) -> None:
         self._around = around
-        self.metrics = Metrics(_version(), around.model, around.draft)
+        self.metrics = Metrics(package_version(), around.model, around.draft)
         self.capture = None if around.capture is None else Capture(around.capture, self.metrics.captured)
 
     def surround(self, service: Service) -> App:
@@ -79,10 +79,3 @@ def _metrics_route(metrics: Metrics) -> APIRouter:
         return Response(metrics.text(), media_type=CONTENT_TYPE)
 
     return router
-
-
-def _version() -> str:
-    try:
-        return version("slipstream")
-    except PackageNotFoundError:  # run from a checkout
-        return "unknown"
