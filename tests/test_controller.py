@@ -17,6 +17,7 @@ from scipy.stats import chisquare
 
 from fakes import (
     ForcedDrafter,
+    RecurrentModel,
     TableModel,
     all_outcomes,
     always_wrong,
@@ -121,7 +122,24 @@ def peeking(tokens: Sequence[int], k: int) -> Sequence[int]:
     return greedy_of(OTHER).draft(tokens, k).tokens
 
 
+class EndFirst(ModelDrafter):
+    """Reads the last token of the prompt at first, and all of it from the second draft on."""
+
+    def start(self, sampler: Any) -> Any:
+        session: Any = super().start(sampler)
+        session.latest, drafted = 1, session.draft
+
+        def draft(tokens: Sequence[int], k: int) -> Draft:
+            made: Draft = drafted(tokens, k)
+            session.latest = None
+            return made
+
+        session.draft = draft
+        return session
+
+
 DRAFTERS: dict[str, Callable[[], Any]] = {
+    "end first": lambda: EndFirst(RecurrentModel(3, seed=5), 3),
     "model": lambda: ModelDrafter(TableModel(OTHER, 3), 3),
     "same model": lambda: ModelDrafter(TableModel(THREE, 3), 3),
     "copies": lambda: ForcedDrafter(peeking),
@@ -133,8 +151,11 @@ DRAFTERS: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize("kind", DRAFTERS)
 def test_no_controller_changes_the_law(kind: str, temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """By enumeration, to 1e-12. A drawn token that is dropped, or a cut that knows it, would bias the answer."""
-    prompt = [1, 2, 1] if kind == "suffix" else [1]
-    settings: dict[str, Any] = {"max_new_tokens": 4 if kind != "model" else 3, "temperature": temperature}
+    prompt = [1, 2, 1] if kind in ("suffix", "end first") else [1]
+    settings: dict[str, Any] = {
+        "max_new_tokens": 4 if kind not in ("model", "end first") else 3,
+        "temperature": temperature,
+    }
 
     def program(dice: Any) -> tuple[int, ...]:
         with monkeypatch.context() as loaded:

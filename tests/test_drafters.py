@@ -14,6 +14,7 @@ from scipy.stats import chisquare
 from fakes import Dice, ForcedDrafter, RecurrentModel, TableModel, all_outcomes, loaded_dice, random_law
 from slipstream import Draft, InputError, SamplingParams, load_model
 from slipstream.drafters import CascadeDrafter, ModelDrafter, NoDrafter, SuffixDrafter, make_drafter
+from slipstream.models import linear
 from slipstream.sampling import Sampler
 
 V = 8
@@ -206,7 +207,7 @@ def test_coarse_arithmetic_is_only_for_drafts_that_bear_it(smollm2: Path, monkey
     """SmolLM2's activations have outliers that 7 bits cannot hold: its drafts would be wrong more often than faster."""
     from slipstream.drafters import model as module
 
-    monkeypatch.setattr("slipstream.models.linear.library", lambda: None)  # our own kernels have no coarser arithmetic
+    monkeypatch.setattr(linear, "library", lambda: None)  # native kernels have no coarser arithmetic
     draft: Any = load_model(smollm2, weights="int8")
     assert module.for_drafting(draft) is draft
     monkeypatch.setattr(module, "_ENOUGH_OVERLAP", 0.5)

@@ -19,7 +19,7 @@ from torch import Tensor
 from fakes import ForcedDrafter, TableModel, constant_law, greedy, greedy_of, joint_law, random_law, softmax
 from slipstream import InputError, ModelError, Output, SamplingParams, SpeculativeDecoding
 from slipstream.answers import Setting
-from slipstream.controller import Adaptive, Fixed, Policy
+from slipstream.controller import Adaptive, AdaptiveController, Fixed, Policy
 from slipstream.drafters import CascadeDrafter, Drafter, EarlyExitDrafter, ModelDrafter, NoDrafter, SuffixDrafter
 from slipstream.engine import Engine
 from slipstream.estimates import Costs
@@ -734,6 +734,31 @@ def test_any_schedule(actions: list[Any]) -> None:
         assert output is not None
         assert list(output.tokens) == greedy(LAW, one.prompt, len(output.tokens))
         assert len(output.tokens) == one.params.max_new_tokens or output.finish_reason is None
+
+
+# --- long prompts -----------------------------------------------------------------------------------------------------
+
+
+@needs_native
+@pytest.mark.parametrize("kind", ["model", "cascade"])
+@pytest.mark.parametrize("rows", [5, 64])
+def test_what_a_draft_has_read_of_a_prompt_does_not_depend_on_company(
+    native: Any, native_draft: Any, kind: str, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its end first, all of it later: q depends on that, and seeded requests are to repeat."""
+    monkeypatch.setattr("slipstream.controller.BRIEF", 6)
+    monkeypatch.setattr("slipstream.goodput.BRIEF", 6)
+    monkeypatch.setattr(AdaptiveController, "_whole_pays", lambda self, _room, length: length > self._prompt + 5)
+    given = setting(native, NATIVE_DRAFTERS[kind](native, native_draft))
+    requests = [request(r.prompt, 20, seed=i, temperature=0.8) for i, r in enumerate(various(8))]
+    engine = Engine(given, Limits(memory=2**26, rows=rows))
+    ids = [engine.add(one) for one in requests]
+    events = finish(engine)
+    for i, one in zip(ids, requests, strict=True):
+        output, expected = events[i].output, alone(given, one)
+        assert output is not None
+        assert same(output, expected)
+        assert (output.stats.drafted, output.stats.accepted) == (expected.stats.drafted, expected.stats.accepted)
 
 
 # --- another draft ----------------------------------------------------------------------------------------------------

@@ -15,7 +15,8 @@ from click.testing import CliRunner, Result
 from slipstream import InputError
 from slipstream.cli.from_plan import recommended
 from slipstream.cli.main import cli
-from slipstream.cli.pairs import parse_drafts
+from slipstream.cli.pairs import Wanted, parse_drafts
+from slipstream.cli.pairs import load as load_pairs
 from slipstream.fields import schema, to_json
 from slipstream.plan import Plan, load, save
 
@@ -32,6 +33,17 @@ def example(**changes: Any) -> dict[str, Any]:
 
 
 # --- the file ---------------------------------------------------------------------------------------------------------
+
+
+def test_drafts_are_loaded_as_other_commands_load_them(tiny_checkpoint: Path, tiny_draft_checkpoint: Path) -> None:
+    """They were fp16 where `generate` and `bench` have int8, so a plan was of another draft than the one that runs."""
+    from slipstream.models.load import Kinds, open_models
+
+    draft = str(tiny_draft_checkpoint)
+    pairs = load_pairs(Wanted(str(tiny_checkpoint), ((draft,),)), [])
+    _, opened = open_models(str(tiny_checkpoint), [draft], Kinds())
+    assert pairs.weights[draft] == opened[draft].load().weights  # type: ignore[attr-defined]
+    assert pairs.weights[draft] != pairs.target_weights
 
 
 def test_a_plan_survives_its_file(tmp_path: Path) -> None:
