@@ -334,6 +334,7 @@ def test_every_line_says_what_to_do_and_how_it_is_known(pair_70b: tuple[Path, Pa
         (("-k", 0), "-k 0"),
         (("--context", 0), "--context 0"),
         (("--memory", 0), "--memory 0"),
+        (("--memory", "inf"), "--memory inf"),
         (("--engine", "none"), "'none'"),
         (("--text", "/no/such/text"), "/no/such/text"),
         (("--measure",), "has none"),

@@ -15,6 +15,7 @@ from slipstream.cli.pairs import Wanted, check_room, load
 from slipstream.cli.plan_run import open_ledger, other_samplings
 from slipstream.cli.progress import follow
 from slipstream.cli.run import INTERRUPTED
+from slipstream.cli.screen import next_step
 from slipstream.errors import InputError
 from slipstream.measure.files import check_writable
 
@@ -102,6 +103,9 @@ def _deliver(task: AcceptanceTask, rates: Sequence[Acceptance], found: Gathered)
         click.echo(json.dumps(document))
     else:
         click.echo(table(rates), nl=False)
+    drafts = ",".join(d.replace(",", "+") for d in dict.fromkeys(a.draft for a in rates))
+    if drafts:
+        next_step("plan", task.model, "--drafts", drafts, *(["--prompts", task.prompts] if task.prompts else []))
     if task.out is not None:
         write_text(task.out, json.dumps(document, indent=1) + "\n")
     for name, why in found.failed.items():

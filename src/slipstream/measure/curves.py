@@ -23,6 +23,7 @@ from slipstream.fields import from_json, to_json
 from slipstream.measure.bandwidth import weight_bytes
 from slipstream.measure.costs import synchronize
 from slipstream.measure.files import write_whole
+from slipstream.measure.ledger import Ledger
 from slipstream.measure.machine import describe_machine, package_version
 from slipstream.models.base import Item, Model, feed, forward_each
 from slipstream.models.registry import cache_folder
@@ -300,6 +301,37 @@ class Timing:
         cells = [Cell(n, b, median(some), len(some)) for (n, b), some in sorted(self.cells.items()) if some]
         prefill = {n: median(some) for n, some in self.prefill.items() if some}
         return Curve(key_of(model), model.name, context, tuple(cells), prefill, how, created)
+
+    def add(self, other: Timing) -> None:
+        """Count another's times too."""
+        for cell, seconds in other.cells.items():
+            self.cells[cell] += seconds
+        for count, seconds in other.prefill.items():
+            self.prefill[count] += seconds
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Turns that are on disk as soon as they are over, so that an interrupt loses one turn at most."""
+
+    ledger: Ledger
+    name: str
+
+    def __contains__(self, turn: int) -> bool:
+        return self._name(turn) in self.ledger
+
+    def turn(self, turn: int) -> Timing:
+        """What one turn took."""
+        cells, prefill = self.ledger[self._name(turn)]
+        return Timing({(n, b): [seconds] for n, b, seconds in cells}, {n: [seconds] for n, seconds in prefill})
+
+    def keep(self, turn: int, took: Timing) -> None:
+        """Remember it."""
+        cells = [[n, b, seconds] for (n, b), [seconds] in took.cells.items()]
+        self.ledger.put(self._name(turn), [cells, [[n, seconds] for n, [seconds] in took.prefill.items()]])
+
+    def _name(self, turn: int) -> str:
+        return f"{self.name} turn {turn}"
 
 
 def measure_curve(
