@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 
 import pytest
 
@@ -10,7 +11,7 @@ from slipstream.drafters import NoDrafter
 from slipstream.goodput import MOST, choose
 from slipstream.measure.curves import Cell, Curve, Key, grid
 from slipstream.measure.planning import PLAIN, Gathered, batched
-from slipstream.measure.prediction import KS, WORTH, Prediction, RoundCosts, constant_case, predict
+from slipstream.measure.prediction import KS, WORTH, Case, Prediction, RoundCosts, constant_case, predict
 
 #: Of a pass over so many rows in all: free while weights stream, dear beyond; with a step; dear from the start.
 TARGETS: dict[str, Callable[[int], float]] = {
@@ -44,7 +45,13 @@ def planned(target: Callable[[int], float], alpha: float, batch: int) -> dict[in
     found = Gathered(curves={PLAIN: curve("target", target), "draft": curve("draft", step)})
     alone = RoundCosts({n: target(n) for n in range(1, 18)}, step=step(1))
     at = batched(found, DraftModel(), lambda _: alone, batch)
-    return {k: predict([constant_case(alpha, 10, 2000)], k, at) for k in KS}
+    return {k: predict([case(alpha)], k, at) for k in KS}
+
+
+@cache
+def case(alpha: float) -> Case:
+    """A long answer; the same object each time, which remembers its rounds."""
+    return constant_case(alpha, 10, 1000)
 
 
 def engine(target: Callable[[int], float], alpha: float, batch: int) -> tuple[list[int], float]:

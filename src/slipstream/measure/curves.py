@@ -35,7 +35,7 @@ FOLDER = ".costs"
 ROWS: tuple[int, ...] = (*range(1, 10), 12, 16, 20, 24, 28, 32)
 BATCHES = (1, 2, 4, 8, 16, 32)
 #: Of batches, rows of each sequence that are measured; more rows in all than so many are predicted.
-_BATCH_ROWS = (1, 2, 3, 5, 9)
+_BATCH_ROWS = (1, 2, 3, 4, 5, 9)
 MOST_ROWS = 96
 #: All sequences but the first are at most so long, since reading them takes longer than what is measured.
 _BATCH_CONTEXT = 64

@@ -260,7 +260,7 @@ def gather_curves(subject: Subject, ledger: Ledger, into: Gathered, batches: Seq
     for base, model in models.items():
         name = f"curve {base} {batches}"
         if name not in ledger:
-            cells = grid(batches=batches) if base == PLAIN else grid((1, 2, 3, 5, 9), batches)
+            cells = grid(batches=batches) if base == PLAIN else grid((1, 2, 3, 4, 5, 9), batches)
             text = _long_text(into.texts, context)
             timing = yield from measure_curve(model, text, context, cells, kept=Kept(ledger, name))
             curve = timing.curve(model, context, now(), f"measured here: passes behind {context} tokens")
