@@ -32,8 +32,8 @@ from slipstream.measure.files import check_writable
 from slipstream.measure.ledger import Ledger, write_text
 from slipstream.measure.machine import describe_machine
 from slipstream.measure.plan_build import checked
-from slipstream.measure.plot import check_plot
 from slipstream.measure.planning import Gathered, Point, RealRun, Subject
+from slipstream.measure.plot import check_plot
 from slipstream.measure.prediction import predict
 from slipstream.measure.prompts import BenchPrompt, read_prompts
 

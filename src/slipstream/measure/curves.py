@@ -335,27 +335,40 @@ class Kept:
 
 
 def measure_curve(
-    model: Model, tokens: Sequence[int], context: int, cells: Sequence[tuple[int, int]], turns: int = TURNS
+    model: Model,
+    tokens: Sequence[int],
+    context: int,
+    cells: Sequence[tuple[int, int]],
+    turns: int = TURNS,
+    kept: Kept | None = None,
 ) -> Generator[str, None, Timing]:
     """Time all ``cells`` turn by turn, each turn beginning at another one; tells what comes next.
 
-    The first turn is not counted: it pays for what happens only once.
+    The first turn is not counted: it pays for what happens only once. Turns that ``kept`` has are not run again.
     """
     timing = Timing({cell: [] for cell in cells}, {n: [] for n in PREFILL if _fits(model, n)})
+    missing = [turn for turn in range(turns) if kept is None or turn not in kept]
     yield f"{model.name}: reading {context} tokens"
-    probes = passes(model, tokens, context, cells)
-    for turn in range(-1, turns):
+    probes = passes(model, tokens, context, cells) if missing else []
+    for turn in (-1, *range(turns)):
         yield f"{model.name}: {'warm-up' if turn < 0 else f'turn {turn + 1} of {turns}'}"
-        for i in range(len(probes)):
-            probe = probes[(i + turn) % len(probes)]
-            taken = probe.seconds()
+        if turn >= 0 and turn not in missing:
+            assert kept is not None
+            timing.add(kept.turn(turn))
+        elif missing:
+            took = _one_turn(model, tokens, probes, turn, list(timing.prefill) if turn in (-1, 0, turns - 1) else [])
             if turn >= 0:
-                timing.cells[probe.rows, probe.batch].append(taken)
-        for count, some in timing.prefill.items():
-            if turn in (-1, 0, turns - 1):
-                taken = prefill_seconds(model, tokens, count)
-                some.extend([taken] * (turn >= 0))
+                timing.add(took)
+                if kept is not None:
+                    kept.keep(turn, took)
     return timing
+
+
+def _one_turn(model: Model, tokens: Sequence[int], probes: Sequence[Pass], turn: int, prompts: Sequence[int]) -> Timing:
+    """Every pass once, and reading each of ``prompts``."""
+    order = [probes[(i + turn) % len(probes)] for i in range(len(probes))]
+    cells = {(probe.rows, probe.batch): [probe.seconds()] for probe in order}
+    return Timing(cells, {count: [prefill_seconds(model, tokens, count)] for count in prompts})
 
 
 def _fits(model: Model, count: int) -> bool:
