@@ -1,4 +1,4 @@
-"""What a plan says of batches and what the engine does there: both work out k from the same costs, by different ways."""
+"""What a plan says of batches and what the engine does there: both find k from the same costs, by different ways."""
 
 from __future__ import annotations
 

@@ -203,8 +203,9 @@ body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 60em; margin: 2em auto;
   background: #fff }}
 h1 {{ font-size: 1.5em }} h2 {{ font-size: 1.15em; margin-top: 2em }}
 .verdict {{ font-size: 1.15em; border-left: 4px solid {colour}; padding: .4em 1em; background: #f7f7f7 }}
-.figures {{ display: flex; flex-wrap: wrap; gap: 1em 2.5em; margin: 1.2em 0 }}
-.figures div {{ min-width: 8em }} .figures b {{ display: block; font-size: 1.5em }}
+.figures {{ display: grid; grid-template-columns: repeat(auto-fit, minmax(12em, 1fr)); gap: 1em 1.5em;
+  margin: 1.2em 0 }}
+.figures b {{ display: block; font-size: 1.5em }}
 .how {{ color: #666; font-size: 14px }}
 .wide {{ overflow-x: auto }} table {{ border-collapse: collapse; margin: .6em 0; font-size: 15px }}
 td, th {{ padding: .2em 1em .2em 0; text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap }}

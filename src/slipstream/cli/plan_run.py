@@ -228,7 +228,7 @@ def _wish(task: PlanTask, pairs: Pairs, found: Gathered) -> Wish:
         weights=pairs.weights,
         target=task.model,
         threads=threads,
-        notes=_notes(found),
+        notes=_notes(pairs, found),
         needs=_needs(task, pairs),
         memory=memory_bytes(task.device) if task.memory is None else int(task.memory * 1e9),
     )
@@ -252,9 +252,12 @@ def _needs(task: PlanTask, pairs: Pairs) -> dict[str, int]:
     }
 
 
-def _notes(found: Gathered) -> tuple[str, ...]:
+def _notes(pairs: Pairs, found: Gathered) -> tuple[str, ...]:
     """What is to be known besides."""
     dropped = [f"{name} dropped out: {why}" for name, why in found.failed.items()]
+    if short := len(pairs.prompts) - len(found.texts):
+        said = f"{short} of {len(pairs.prompts)} prompts have answers of fewer than two tokens"
+        dropped.append(f"{said}, which say nothing of drafts: they are left out.")
     return (*dropped, "A busy machine makes times long, and ratios of times less so.")
 
 
