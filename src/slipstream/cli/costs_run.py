@@ -103,6 +103,8 @@ def _measure(
 
     keys = {name: asdict(curves.key_of(model)) for name, model in models.items()}
     ledger = Ledger(["costs", keys, batches, task.context, task.turns], fresh=task.fresh)
+    if ledger.resumed:
+        click.echo(f"slipstream: going on from an interrupted run, {ledger.resumed} steps are known", err=True)
     for name, model in models.items():
         if name not in ledger:
             cells = curves.grid(batches=batches)
