@@ -44,8 +44,9 @@ def answers_to(
         InputError: a prompt that cannot be answered, or a full disk; the answers so far are in the file.
     """
     kept = _read(file)
+    over = kept.pop(_OVER, None) is not None
     missing = [d for d in documents if not d.answered and d.key not in kept]
-    if not missing or _OVER in kept:
+    if over or not missing:
         return kept
     try:
         with file.open("a", encoding="utf-8") as out:
