@@ -41,8 +41,8 @@ from slipstream.types import SamplingParams
 _LEAST_TRAINING, _LEAST_VALIDATION = 256, 32
 #: What the target answered, in the folder of an unfinished run.
 ANSWERS = "answers.jsonl"
-#: Of a weight that is trained: itself, its gradient, two moments, the best one so far (fp32), and all but the gradient once
-#: more while the state is written. Of one that is not: itself, and once more for comparing.
+#: Of a weight that is trained: itself, its gradient, two moments, the best one so far (fp32), and all but the gradient
+#: once more while the state is written. Of one that is not: itself, and once more for comparing.
 _TRAINED_BYTES, _FIXED_BYTES = 36, 8
 
 
