@@ -7,11 +7,12 @@ it, draft models draft for all requests in lock step. Requests join and leave be
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from threading import Lock
 from time import perf_counter
-from typing import cast
+from typing import TypeVar, cast
 
 from torch import Tensor
 
@@ -23,16 +24,17 @@ from slipstream.errors import InputError
 from slipstream.goodput import MOST, BatchController, Goodput
 from slipstream.job import Job
 from slipstream.lockstep import Passes, together
-from slipstream.models.base import forward_each
+from slipstream.models.base import ROWS, forward_each
 from slipstream.sampling import validate
 from slipstream.seats import Limits, Seats, models_of
 from slipstream.types import Draft, Event, Output, Request
 
-#: Rows that are left for reading prompts however many requests are decoding.
-_LEAST_READING = 16
+Key = TypeVar("Key", bound=Hashable)
+
+#: Of the rows for prompts, one in so many is for the oldest request that is reading, however many short ones come.
+_OLDEST = 3
 #: A draft model that has missed more than this reads it part by part first.
 _LITTLE = 16
-
 #: Tokens that a draft model reads in a step of a draft: its own latest one, and those it has not seen.
 _A_FEW = 3
 
@@ -93,6 +95,7 @@ class Engine:
         self.setting = setting
         self.limits = limits or Limits()
         self.seats = Seats(setting.target, models_of(setting.drafter), self.limits)
+        self._rows = self.limits.rows or getattr(setting.target, "prompt_rows", ROWS)
         self._goodput = setting.policy if isinstance(setting.policy, Goodput) else Goodput()
         self._lock, self._stepping = Lock(), Lock()
         self._added: deque[Job] = deque()
@@ -257,15 +260,12 @@ class Engine:
     # --- planning -----------------------------------------------------------------------------------------------------
 
     def _planned(self) -> _Plan:
-        """Who reads how much of what it has missed, the shortest first; who has missed nothing has a round."""
+        """Who reads how much of what it has missed; who has missed nothing has a round."""
         missing = {job: job.missing for job in self._running}
         plan = _Plan([job for job in self._running if missing[job] <= 0], {}, {})
-        behind = sorted((job for job in self._running if missing[job] > 0), key=lambda job: missing[job])
-        left = max(self.limits.rows - len(plan.deciding), _LEAST_READING)
-        for done, job in enumerate(behind):
-            count = min(missing[job], max(1, left // (len(behind) - done)))
-            plan.reading[job] = count
-            left -= count
+        behind = {job: count for job, count in missing.items() if count > 0}
+        plan.reading = shares(behind, max(self._rows, len(plan.deciding)))
+        for job, count in plan.reading.items():
             if not job.adapts or self._goodput.pays:
                 plan.catching_up[job] = count
         return plan
@@ -293,16 +293,16 @@ class Engine:
         self._let_catch_up(plan)
 
     def _let_catch_up(self, plan: _Plan) -> None:
-        behind = []
+        behind: dict[Job, int] = {}
         for job in list(plan.asked):
             try:
-                if job.draft_behind() > _LITTLE:
-                    behind.append(job)
+                if (missed := job.draft_behind()) > _LITTLE:
+                    behind[job] = missed
             except Exception as error:
                 plan.fail(job, error)
+        plan.catching_up |= shares(behind, max(self._rows, _LITTLE))
         for job in behind:
             del plan.asked[job]
-            plan.catching_up[job] = max(_LEAST_READING, self.limits.rows // len(behind))
             if not job.adapts:  # it has to draft, lest what it answers depend on when others came
                 plan.deciding.remove(job)
 
@@ -382,3 +382,27 @@ class Engine:
             return self._end(job, error)
         piece = job.answer.add(done)
         return replace(self._end(job), piece=piece, round=done) if job.answer.over else Event(job.id, piece, done)
+
+
+def shares(missing: Mapping[Key, int], rows: int) -> dict[Key, int]:
+    """How many tokens of what each has missed are read in a pass that has ``rows`` for that.
+
+    The shortest first, so that a short prompt hardly waits for a long one; but a share is the oldest's, lest it starve.
+
+    Args:
+        missing: tokens that each has yet to read, at least one; the oldest first.
+        rows: tokens in all.
+
+    Returns:
+        Those that read in this pass.
+
+    >>> shares({"long": 4000}, 6), shares({"long": 4000, "short": 4, "other": 5}, 6)
+    ({'long': 6}, {'long': 2, 'short': 4})
+    """
+    counts = {oldest: min(count, max(1, rows // _OLDEST)) for oldest, count in islice(missing.items(), 1)}
+    left = rows - sum(counts.values())
+    for key in sorted(missing, key=lambda key: missing[key]):
+        if more := min(missing[key] - counts.get(key, 0), left):
+            counts[key] = counts.get(key, 0) + more
+            left -= more
+    return counts

@@ -22,12 +22,12 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
 from slipstream.errors import InputError
-from slipstream.models.base import Item
+from slipstream.models.base import ROWS, Item
 from slipstream.models.cache import Ahead, KeyValueCache
 from slipstream.models.exit_head import ExitHead
 from slipstream.models.heap import return_freed
 from slipstream.models.linear import Linear, activation_dtype, embedding_dtype, make_linear, stored_bytes
-from slipstream.models.native.panels import PanelLinear
+from slipstream.models.native.panels import TILE, PanelLinear
 from slipstream.models.native.stack import Rows, Stack
 from slipstream.models.reduced import read_output_ids
 
@@ -216,6 +216,11 @@ class LlamaModel:
     def position_bytes(self) -> int:
         """Bytes of cache that one token takes."""
         return 2 * self.num_layers * self.kv_heads * self.head_dim * self._dtype.itemsize
+
+    @property
+    def prompt_rows(self) -> int:
+        """Tokens of a prompt in one pass, from which on a pass takes more time in proportion."""
+        return TILE if self._stack is not None else ROWS
 
     @torch.inference_mode()
     def forward_batch(self, items: Sequence[Item]) -> list[Tensor]:
