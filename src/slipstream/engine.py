@@ -49,6 +49,8 @@ class _Plan:
     """Those that read so many more tokens first."""
     catching_up: dict[Job, int]
     """Those whose draft models do."""
+    copied: dict[Job, Draft] = field(default_factory=dict)
+    """What some have copied."""
     asked: dict[Job, int] = field(default_factory=dict)
     """How many tokens each is to draft."""
     proposals: dict[Job, Proposal] = field(default_factory=dict)
@@ -95,9 +97,11 @@ class Engine:
         self.setting = setting
         self.limits = limits or Limits()
         self.seats = Seats(setting.target, models_of(setting.drafter), self.limits)
-        self._rows = self.limits.rows or getattr(setting.target, "prompt_rows", ROWS)
+        self._rows = self.limits.rows or int(getattr(setting.target, "prompt_rows", ROWS))
         self._goodput = setting.policy if isinstance(setting.policy, Goodput) else Goodput()
         self._lock, self._stepping = Lock(), Lock()
+        self._former: set[int] = set()
+        """Draft models that were swapped for others, by id."""
         self._added: deque[Job] = deque()
         self._aborted: set[int] = set()
         self._open: set[int] = set()
@@ -117,13 +121,7 @@ class Engine:
         check_prompt(request.prompt, self.setting.target)
         with self._lock:  # so that both are of the same draft
             setting, arenas = self.setting, self.seats.arenas
-        if request.k is not None:
-            setting = replace(setting, policy=make_policy(request.k))
-        if request.drafter is not None:
-            known = models_of(setting.drafter)
-            if any(all(model is not one for one in known) for model in models_of(request.drafter)):
-                raise InputError("drafter= of a request drafts with a model that the engine has no memory for")
-            setting = replace(setting, drafter=request.drafter)
+        setting = self._own(request, setting)
         decoder, answer = setting.start(tuple(request.prompt), request.params, request.index)
         if decoder.max_length > self.seats.positions:
             raise InputError(
@@ -136,6 +134,19 @@ class Engine:
             self._added.append(Job(self._count, request, decoder, answer, progress, arenas))
             self._open.add(self._count)
             return self._count
+
+    def _own(self, request: Request, setting: Setting) -> Setting:
+        """What ``request`` changes in it."""
+        if request.k is not None:
+            setting = replace(setting, policy=make_policy(request.k))
+        if request.drafter is None:
+            return setting
+        known = models_of(setting.drafter)
+        foreign = [model for model in models_of(request.drafter) if all(model is not one for one in known)]
+        if any(id(model) not in self._former for model in foreign):
+            raise InputError("drafter= of a request drafts with a model that the engine has no memory for")
+        # One that was made of a draft that has been swapped since: the present one does as well.
+        return setting if foreign else replace(setting, drafter=request.drafter)
 
     def abort(self, request: int) -> bool:
         """End a request with the next step; False if it is over already."""
@@ -153,7 +164,9 @@ class Engine:
         """
         with self._lock:
             self.seats.renew(models_of(drafter))
+            self._former |= set(map(id, models_of(self.setting.drafter)))
             self.setting = replace(self.setting, drafter=drafter)
+            self._goodput.forget_drafts()
 
     def answers(self, requests: Sequence[Request]) -> list[Output]:
         """The outputs of ``requests``, in their order; the first failure is raised, and ends everything.
@@ -274,19 +287,19 @@ class Engine:
         """Decide on k for those who have a round. If its draft model has missed much, that comes first."""
         rooms = {job: min(job.decoder.room(job.progress), MOST) for job in plan.deciding if job.adapts}
         rooms = {job: room for job, room in rooms.items() if room}
-        copied = {job: self._copied(job, room, plan) for job, room in rooms.items() if job.copies}
-        controllers, rates = [], []
-        for job, room in rooms.items():
-            controller = cast(BatchController, job.decoder.controller)
-            controllers.append(controller)
-            rates.append(controller.rates(room, copied.get(job)))
+        plan.copied = {job: self._copied(job, room, plan) for job, room in rooms.items() if job.copies}
+        controllers = [cast(BatchController, job.decoder.controller) for job in rooms]
+        pairs = zip(controllers, rooms.items(), strict=True)
+        offers = [one.offer(room, plan.copied.get(job)) for one, (job, room) in pairs]
         others = sum(plan.reading.values()) + len(plan.deciding) - len(rooms)
-        self._goodput.choose(controllers, rates, others, free=len(copied) == len(rooms))
+        self._goodput.choose(controllers, offers, others)
+        chosen = {job: one.k for job, one in zip(rooms, controllers, strict=True)}
         for job in list(plan.deciding):
+            if job in plan.copied and chosen[job] <= len(plan.copied[job].tokens):
+                self._propose_copies(job, plan)
+                continue
             try:
-                if job in copied:
-                    plan.proposals[job] = job.decoder.cut(copied[job], rooms[job])
-                elif k := job.decoder.ask(job.progress):
+                if k := job.decoder.ask(job.progress):
                     plan.asked[job] = k
             except Exception as error:
                 plan.fail(job, error)
@@ -303,6 +316,8 @@ class Engine:
         plan.catching_up |= shares(behind, max(self._rows, _LITTLE))
         for job in behind:
             del plan.asked[job]
+            if job in plan.copied:
+                self._propose_copies(job, plan)
             if not job.adapts:  # it has to draft, lest what it answers depend on when others came
                 plan.deciding.remove(job)
 
@@ -310,12 +325,19 @@ class Engine:
         """What it would copy, if all of it were to be verified."""
         start = perf_counter()
         try:
-            return job.decoder.session.draft(job.tokens, room)
+            return job.copied(room)
         except Exception as error:
             plan.fail(job, error)
             return Draft()
         finally:
             job.draft_seconds += perf_counter() - start
+
+    @staticmethod
+    def _propose_copies(job: Job, plan: _Plan) -> None:
+        try:
+            plan.proposals[job] = job.decoder.cut(plan.copied[job], min(job.decoder.room(job.progress), MOST))
+        except Exception as error:
+            plan.fail(job, error)
 
     def _fit(self, plan: _Plan) -> None:
         """Make room for what each will read, the oldest first; for that, the youngest may lose their places."""

@@ -61,8 +61,11 @@ class CascadeSession:
         self._min_confidence = drafter.min_confidence
         self._stop_ids = sampler.stop_ids
         self._unsure = False
-        self.copies = any(getattr(session, "copies", False) for session in self._sessions)
+        copying = [getattr(session, "copies", False) for session in self._sessions]
+        self.copies = any(copying)
         """Whether some of the tokens cost nothing."""
+        self.copying = {name for name, copies in zip(self._names, copying, strict=True) if copies}
+        """Whose they are."""
 
     @property
     def latest(self) -> int | None:
@@ -82,6 +85,15 @@ class CascadeSession:
     def draft_after(self, tokens: Sequence[int], drafted: Sequence[int], k: int) -> Draft:
         """The same behind ``drafted`` tokens of other drafters, which may yet be rejected."""
         return run(self.steps(tokens, drafted, k))
+
+    def copied(self, tokens: Sequence[int], k: int, *, sure: bool) -> Draft:
+        """Up to ``k`` tokens of the first drafter, if it copies; with ``sure``, those that a draft would begin with."""
+        if self._names[0] not in self.copying:
+            return Draft()
+        session, least = self._sessions[0], self._min_confidence if sure else 0.0
+        session.gate = lambda _, confidence, *source: confidence >= least
+        draft: Draft = session.draft(tokens, k)
+        return replace(draft, sources=draft.sources or (self._names[0],) * len(draft.tokens))
 
     def steps(self, tokens: Sequence[int], drafted: Sequence[int], k: int) -> Steps:
         """``draft_after``, a pass at a time."""
