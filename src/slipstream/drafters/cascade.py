@@ -91,7 +91,7 @@ class CascadeSession:
         if self._names[0] not in self.copying:
             return Draft()
         session, least = self._sessions[0], self._min_confidence if sure else 0.0
-        session.gate = lambda _, confidence, *source: confidence >= least
+        session.gate = lambda _, confidence, *_source: confidence >= least
         draft: Draft = session.draft(tokens, k)
         return replace(draft, sources=draft.sources or (self._names[0],) * len(draft.tokens))
 

@@ -355,7 +355,8 @@ class LlamaModel:
 
     def _load(self, config: Mapping[str, Any], tensor: Tensors) -> None:
         def dense(name: str) -> Tensor:
-            loaded = tensor(name).to(self.device, self._dtype)
+            # A copy, since the file may be replaced while the model is in use, and what is mapped would go with it.
+            loaded = tensor(name).to(self.device, self._dtype, copy=True)
             self.weight_bytes += loaded.numel() * stored_bytes(self.weights, loaded.ndim)
             return loaded
 
