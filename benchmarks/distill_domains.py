@@ -69,7 +69,7 @@ def measured_on(corpus: Path, pattern: str, draft: Path, about: Description) -> 
     settings = json.loads((draft / "distill.json").read_text(encoding="utf-8"))["settings"]
     documents = split(read_documents([str(corpus)], pattern), settings["validation"], settings["seed"]).validation
     encoded = encode_documents(documents, about.tokenizer, about.vocab_size, about.name)
-    return cut(encoded, settings["length"], settings["validation_tokens"])
+    return cut(encoded, settings["length"], settings["validation_tokens"] or 8192)
 
 
 def matrix(

@@ -28,10 +28,12 @@ from slipstream.cli.plan_run import open_ledger
 from slipstream.cli.progress import follow
 from slipstream.fields import from_json, to_json
 from slipstream.measure import planning
+from slipstream.measure.files import check_writable
 from slipstream.measure.ledger import Ledger, write_text
 from slipstream.measure.machine import describe_machine
 from slipstream.measure.plan_build import checked
 from slipstream.measure.planning import Gathered, Point, RealRun, Subject
+from slipstream.measure.plot import check_plot
 from slipstream.measure.prediction import predict
 from slipstream.measure.prompts import BenchPrompt, read_prompts
 
@@ -79,8 +81,13 @@ def compared(subject: Subject, found: Gathered, real: dict[tuple[str, int], list
             mine = [c for c in cases if c.category == category]
             if mine:
                 one = checked(category, predict(mine, k, at).speed_up, own)
-                rows.append({"draft": draft, "k": k, **to_json(one)})
+                rows.append({"draft": named(draft), "k": k, **to_json(one)})
     return rows
+
+
+def named(draft: str) -> str:
+    """A draft without the folders of this machine."""
+    return ",".join(Path(part).name if Path(part).exists() else part for part in draft.split(","))
 
 
 def plan(given: argparse.Namespace) -> tuple[Subject, Pairs]:
@@ -101,8 +108,8 @@ def run(given: argparse.Namespace) -> dict[str, Any]:
     rows = compared(subject, found, real)
     ledger.done()
     return {
-        "target": given.target,
-        "weights": {"target": pairs.target_weights, **pairs.weights},
+        "target": named(given.target),
+        "weights": {"target": pairs.target_weights, **{named(n): kind for n, kind in pairs.weights.items()}},
         "temperature": given.temperature,
         "max_new_tokens": given.max_new_tokens,
         "prompts": len(subject.prompts),
@@ -121,6 +128,7 @@ def errors(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def draw(document: dict[str, Any], file: str) -> None:
     """Predicted against measured, with the diagonal and 10 % to both sides."""
+    from matplotlib import rc_context
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(5.4, 5), layout="constrained")
@@ -131,8 +139,7 @@ def draw(document: dict[str, Any], file: str) -> None:
     for number, draft in enumerate(drafts):
         own = [row for row in rows if row["draft"] == draft]
         x, y = ([row[side]["value"] for row in own] for side in ("predicted", "measured"))
-        label = ",".join(Path(part).name for part in draft.split(","))
-        axes.plot(x, y, "o", color=colours[number % len(colours)], label=label, alpha=0.8)
+        axes.plot(x, y, "o", color=colours[number % len(colours)], label=draft, alpha=0.8)
     values = [row[side]["value"] for row in rows for side in ("predicted", "measured")]
     low, high = 0.9 * min(values), 1.1 * max(values)
     axes.plot([low, high], [low, high], color="black", linewidth=1)
@@ -145,7 +152,8 @@ def draw(document: dict[str, Any], file: str) -> None:
     )
     axes.set_title(title, fontsize=10)
     axes.legend(frameon=False)
-    figure.savefig(file)
+    with rc_context({"svg.hashsalt": "slipstream"}):
+        figure.savefig(file, metadata={"Date": None} if file.endswith(".svg") else None)
 
 
 def show(document: dict[str, Any]) -> None:
@@ -154,8 +162,9 @@ def show(document: dict[str, Any]) -> None:
         table.add_column(name, justify="left" if name in ("draft", "category") else "right")
     for row in document["points"]:
         values = (row["predicted"]["value"], row["measured"]["value"])
-        short = ",".join(Path(part).name for part in row["draft"].split(","))
-        table.add_row(short, str(row["k"]), row["category"], *(f"{v:.2f}x" for v in values), f"{row['error']:+.1%}")
+        table.add_row(
+            row["draft"], str(row["k"]), row["category"], *(f"{v:.2f}x" for v in values), f"{row['error']:+.1%}"
+        )
     Console(stderr=True).print(table)
 
 
@@ -179,6 +188,11 @@ def main() -> None:
     given = parser.parse_args()
     if given.source is None and given.target is None:
         parser.error("name a TARGET, or --from FILE")
+    if given.out:
+        check_writable("--out", given.out)
+    if given.plot:
+        check_writable("--plot", given.plot)
+        check_plot(given.plot)
     document = json.loads(given.source.read_text()) if given.source else run(given)
     show(document)
     print(f"median error {document['errors']['median']:.1%}, worst {document['errors']['worst']:.1%}")

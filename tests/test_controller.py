@@ -304,6 +304,26 @@ def test_a_useless_draft_costs_next_to_nothing(step: float, slope: float, stepwi
         assert all(not p.draft.tokens and not p.draft_seconds for p in result.played if not p.asked)
 
 
+def test_short_answers_do_not_pay_for_a_probe_each() -> None:
+    """W1. Two plain passes a request were free to probe with: a tenth of an answer of twenty tokens."""
+    world, policy = World(0.2, linear(0.05), lambda _p, _j: 0.0, read=0.03), Adaptive()
+    simulate(world, policy, 60, prompt=200)
+    later = [simulate(world, policy, 20, prompt=200) for _ in range(60)]
+    assert sum(one.seconds for one in later) <= 1.02 * sum(one.tokens for one in later)
+    assert any(played.draft.tokens for one in later for played in one.played)  # but it is tried again
+
+
+@pytest.mark.parametrize("step", [0.05, 0.1])
+def test_it_recovers_between_short_answers(step: float) -> None:
+    chance, policy, fresh = [0.0], Adaptive(), Adaptive()
+    world = World(step, linear(0.05), lambda _p, _j: chance[0], read=0.02 * step)
+    for _ in range(20):
+        simulate(world, policy, 30, prompt=100)
+    chance[0] = 0.9
+    late, best = ([simulate(world, one, 30, prompt=100).seconds for _ in range(40)][-10:] for one in (policy, fresh))
+    assert sum(late) < 1.05 * sum(best)
+
+
 @pytest.mark.parametrize(("step", "slope", "rounds"), [(0.05, 0.02, 40), (0.1, 0.05, 40), (0.3, 0.05, 140)])
 def test_it_recovers_when_the_text_turns_easy(step: float, slope: float, rounds: int) -> None:
     """At the next probe, which comes every 17 rounds, or as often as a hundredth of the time allows."""

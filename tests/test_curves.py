@@ -124,13 +124,42 @@ def test_the_command_measures_keeps_and_shows(cache: Path, tiny_checkpoint: Path
 def test_passes_leave_caches_as_they_were() -> None:
     model = TableModel(random_law(9, 0), 9, limit=40)
     steps = curves.measure_curve(model, (1, 2, 3), 10, [(1, 1), (3, 1), (1, 2), (2, 2)], turns=2)
+    timing = finished(steps)
+    assert {cell: len(some) for cell, some in timing.cells.items()} == dict.fromkeys(timing.cells, 2)
+    assert max(call.start + call.count for call in model.calls) <= 40
+
+
+def test_an_interrupted_curve_loses_one_turn_at_most(cache: Path) -> None:
+    """Only whole curves were kept, so that `slipstream costs` of one model began anew."""
+    cells, names = [(1, 1), (3, 1), (1, 2)], []
+    first = TableModel(random_law(9, 0), 9)
+    steps = curves.measure_curve(first, (1, 2, 3), 10, cells, 3, curves.Kept(Ledger("job"), "curve"))
+    for name in steps:
+        names.append(name)
+        if "turn 3" in name:  # turns 1 and 2 are over
+            break
+    again = TableModel(random_law(9, 0), 9)
+    kept = curves.Kept(Ledger("job"), "curve")
+    assert [turn in kept for turn in range(3)] == [True, True, False]
+    known = kept.turn(1)
+    timing = finished(curves.measure_curve(again, (1, 2, 3), 10, cells, 3, kept))
+    assert timing.cells[3, 1][1] == known.cells[3, 1][0]
+    assert {len(some) for some in timing.cells.values()} == {3}
+    assert len(again.calls) < len(first.calls)
+    nothing = TableModel(random_law(9, 0), 9)
+    whole = finished(curves.measure_curve(nothing, (1, 2, 3), 10, cells, 3, curves.Kept(Ledger("job"), "curve")))
+    assert whole.cells == timing.cells
+    assert not nothing.calls
+
+
+def finished(steps: Any) -> curves.Timing:
+    """What a generator returns in the end."""
     try:
         while True:
             next(steps)
     except StopIteration as done:
-        timing = done.value
-    assert {cell: len(some) for cell, some in timing.cells.items()} == dict.fromkeys(timing.cells, 2)
-    assert max(call.start + call.count for call in model.calls) <= 40
+        found: curves.Timing = done.value
+        return found
 
 
 # --- rounds -----------------------------------------------------------------------------------------------------------

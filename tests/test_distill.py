@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
+import pickle
+import resource
 import shutil
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -20,10 +24,11 @@ import torch
 
 from conftest import byte_tokenizer, save_checkpoint
 from slipstream import InputError, SpeculativeDecoding, load_model
+from slipstream.distill import run as distilling
 from slipstream.distill.acceptance import Exact, Kept, Overlaps, by_position, figures, gain, predicted, rate
-from slipstream.distill.job import Job, steps_for
+from slipstream.distill.job import Job
 from slipstream.distill.lens import fit_output_layer
-from slipstream.distill.prepare import Target, make_rows, make_start, read_data
+from slipstream.distill.prepare import Target, make_rows, read_base, read_data
 from slipstream.distill.run import Evaluation, Interrupted, Refused, Result, distill
 from slipstream.distill.run import along as along_draft
 from slipstream.distill.student import Student, read_start, save_student
@@ -32,6 +37,7 @@ from slipstream.distill.tokens import Encoded
 from slipstream.distill.train import Recipe, Step
 from slipstream.measure.expectation import Choice, Costs
 from slipstream.models.describe import describe
+from slipstream.models.exit_head import read_exit_head
 
 COSTS = Costs.linear(0.2, 0.05)
 
@@ -77,9 +83,11 @@ class Quiet:
     def __init__(self, at_step: Callable[[Step], None] = lambda _: None) -> None:
         self.steps: list[Step] = []
         self.evaluations: list[Evaluation] = []
+        self.phases: list[str] = []
         self._at_step = at_step
 
-    def phase(self, what: str) -> None: ...
+    def phase(self, what: str) -> None:
+        self.phases.append(what)
 
     def begin(self, steps: int, done: int) -> None: ...
 
@@ -100,6 +108,7 @@ def job(target: Path, texts: Path, tmp_path: Path) -> Job:
         data=(str(texts),),
         validation=0.25,
         length=64,
+        validation_tokens=1000,
         batch=8,
         steps=12,
         evaluate_every=4,
@@ -172,7 +181,7 @@ def test_a_draft_that_slipstream_and_transformers_load(job: Job) -> None:
     result, quiet = run(job)
     assert result.gain[0].value > 0.02, "training did not help"
     assert result.gain[1].value > 0.02
-    assert [e.step for e in quiet.evaluations] == [4, 8, 12]
+    assert [e.step for e in quiet.evaluations] == [0, 4, 8, 12]
     model = load_model(job.out, weights="fp32")
     theirs = AutoModelForCausalLM.from_pretrained(job.out)
     assert theirs.config.num_hidden_layers == 2
@@ -214,7 +223,7 @@ def test_an_output_layer_that_is_fitted(target: Path, texts: Path, job: Job) -> 
     whole = Target(str(target), "fp32")
     job.work.mkdir()
     data = read_data(job, whole)
-    start, rows = make_start(replace(job, init="layers:0,1"), whole, data), make_rows(job, data, whole)
+    start, rows = read_base(replace(job, init="layers:0,1"), whole), make_rows(job, data, whole)
     student, asking = Student(start), Asking(whole.model, None, 300)
     states, logits = [], []
     for row in range(6):
@@ -248,7 +257,7 @@ def test_a_reduced_draft_can_be_trained_on(job: Job) -> None:
 
 
 def test_lora_is_merged(job: Job, tiny_draft_checkpoint: Path) -> None:
-    result, _ = run(replace(job, init=str(tiny_draft_checkpoint), lora=4))
+    result, _ = run(replace(job, init=str(tiny_draft_checkpoint), lora=4, steps=20, learning_rate=3e-2, temperature=1))
     assert result.gain[1].value > 0
     model = load_model(job.out, weights="fp32")
     assert model.forward([5, 6], model.new_cache(), 1).shape == (1, 300)
@@ -273,18 +282,41 @@ def test_accumulating_changes_nothing_but_memory(job: Job) -> None:
 
 
 def test_an_exit_head(job: Job) -> None:
-    result, _ = run(replace(job, init="", early_exit=1, rank=8, steps=40, evaluate_every=20))
-    assert result.gain[1].value > 0
-    settings = {"max_new_tokens": 30, "ignore_eos": True}
-    plain = SpeculativeDecoding(job.target).complete([5, 6, 7], **settings)[0]
-    bare, trained = (
-        SpeculativeDecoding(job.target, f"early-exit:{name}", k=2).complete([5, 6, 7], **settings)[0]
-        for name in ("1", job.out)
-    )
-    assert plain.tokens == bare.tokens == trained.tokens
-    assert trained.stats.drafted > 0
-    sampled = SpeculativeDecoding(job.target, f"early-exit:{job.out}", k=2, temperature=1.0, seed=0)
+    """On held-out text more of what it drafts is accepted than of the bare layers, and answers are the target's."""
+    result, _ = run(replace(job, init="", early_exit=2, rank=16, steps=60, evaluate_every=20))
+    assert result.gain[1].low > 0
+    held_out = read_data(replace(job, out=job.out.parent / "again"), Target(job.target)).validation[:8]
+    settings: dict[str, Any] = {"max_new_tokens": 30, "ignore_eos": True}
+    target = load_model(job.target, weights="fp32")
+    plain = SpeculativeDecoding(target).complete([w.ids[:20] for w in held_out], **settings)
+    spec = SpeculativeDecoding(target, f"early-exit:{job.out}", k=2)
+    assert [o.tokens for o in spec.complete([w.ids[:20] for w in held_out], **settings)] == [o.tokens for o in plain]
+    sampled = SpeculativeDecoding(target, f"early-exit:{job.out}", k=2, temperature=1.0, seed=0)
     assert sampled.complete([5, 6, 7], **settings)[0].stats.drafted > 0
+
+
+def test_an_exit_head_drafts_as_it_was_trained(job: Job) -> None:
+    """What the drafter makes of it is what training saw, and what was measured."""
+    quiet, students = Quiet(), []
+    prepared = distilling._finish
+
+    def finish(one: Any) -> Any:
+        found = prepared(one)
+        students.append(one.student)
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(distilling, "_finish", finish)
+        distill(replace(job, init="", early_exit=2, rank=4), quiet)
+    target: Any = load_model(job.target, weights="fp32")
+    head = read_exit_head(job.out)
+    assert head.layers == 2
+    ids = [5, 6, 7, 8]
+    cache = target.new_cache()
+    found = [target.exit_early([i], cache, 2, head=target.fit(head))[0] for i in ids]
+    with torch.no_grad():
+        expected = students[0].log_probs(torch.tensor([ids]), torch.ones(1, 4, dtype=torch.bool))
+    assert torch.allclose(torch.stack(found).log_softmax(-1), expected, atol=1e-4)
 
 
 def test_the_record_and_the_card(job: Job) -> None:
@@ -312,7 +344,7 @@ def test_prompts_are_answered_once(job: Job, tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(Engine, "add", lambda self, r: (asked.append(1), add(self, r))[1])
     with pytest.raises(Interrupted):
         run(job, lambda step: os.kill(os.getpid(), signal.SIGINT) if step.number == 2 else None)
-    kept = (job.work / "answers.jsonl").read_text().splitlines()
+    kept = (job.work / "answers.jsonl").read_text().strip().split("\n")
     assert len(asked) == len(kept) == 30
     run(replace(job, resume=True))
     assert len(asked) == 30
@@ -324,17 +356,27 @@ def test_prompts_are_answered_once(job: Job, tmp_path: Path, monkeypatch: pytest
 def weights(folder: Path) -> dict[str, torch.Tensor]:
     from safetensors.torch import load_file
 
-    return load_file(folder / "model.safetensors")
+    (file,) = folder.glob("*.safetensors")
+    return load_file(file)
 
 
-@pytest.mark.parametrize("change", [{}, {"keep": 16}, {"on_policy": 0.5, "draft_vocab": 30}, {"lora": 2}])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"keep": 16},
+        {"on_policy": 0.5, "draft_vocab": 30},
+        {"lora": 2},
+        {"init": "", "early_exit": 1, "rank": 4, "on_policy": 0.3},
+    ],
+)
 def test_an_interrupted_run_goes_on_bit_for_bit(job: Job, change: dict[str, Any]) -> None:
-    job = replace(job, **change)
+    job = replace(job, steps=8, evaluate_every=3, **change)
     whole, _ = run(replace(job, out=job.out.parent / "whole"))
-    for stop in (3, 8):
+    for stop in (2, 5):
         with pytest.raises(Interrupted, match=rf"after step {stop}; go on with the same command"):
             run(
-                replace(job, resume=stop > 3),
+                replace(job, resume=stop > 2),
                 lambda step, stop=stop: step.number == stop and signal.raise_signal(signal.SIGTERM),
             )  # type: ignore[misc]
         assert not job.out.exists()
@@ -345,18 +387,97 @@ def test_an_interrupted_run_goes_on_bit_for_bit(job: Job, change: dict[str, Any]
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
+def ruined_from(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A learning rate that spoils the draft from some step on."""
+    rate = Recipe.rate
+    monkeypatch.setattr(Recipe, "rate", lambda self, at: rate(self, at) if at < step else 0.5)
+
+
+def test_the_best_weights_are_written_not_the_last(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also by a run that was interrupted after its best step."""
+    job = replace(job, fit=0)
+    ruined_from(8, monkeypatch)
+    whole, _ = run(job)
+    found = {e.step: e.acceptance[0] for e in whole.evaluations}
+    assert max(found, key=lambda step: found[step]) == 8, found
+    assert found[12] < found[8] - 0.05
+    assert whole.after.rate[0].value == pytest.approx(found[8], abs=1e-6)
+    again = replace(job, out=job.out.parent / "again")
+    with pytest.raises(Interrupted):
+        run(again, lambda step: step.number == 10 and signal.raise_signal(signal.SIGTERM))
+    rest, _ = run(replace(again, resume=True))
+    assert rest.after.rate == whole.after.rate
+    one, other = weights(job.out), weights(again.out)
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_a_draft_that_training_spoils_stays_what_it_was(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training made a draft worse than its start, and the best of what it had made was written all the same."""
+    first, _ = run(job)
+    ruined_from(0, monkeypatch)
+    result, _ = run(replace(job, init=str(job.out), out=job.out.parent / "worse", steps=4, evaluate_every=2, keep=0))
+    assert result.after.rate == result.before.rate
+    assert result.before.rate[0].value == pytest.approx(first.after.rate[0].value)
+
+
+def test_training_ends_by_the_predicted_speed_up(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    ruined_from(4, monkeypatch)
+    result, _ = run(replace(job, steps=40, evaluate_every=2, patience=2, costs=Costs.linear(0.05, 0.0)))
+    gains = {e.step: e.speed_up.speed_up for e in result.evaluations}
+    best = max(gains, key=lambda step: gains[step])
+    assert gains[best] > 1.2
+    assert result.stopped_early
+    assert result.steps == best + 4
+
+
 def test_a_run_that_was_killed_goes_on_from_its_last_checkpoint(job: Job) -> None:
+    """Killed (-9) in the middle of writing its fourth checkpoint."""
     whole, _ = run(replace(job, out=job.out.parent / "whole"))
-
-    def die(step: Step) -> None:
-        if step.number == 7:
-            raise MemoryError
-
-    with pytest.raises(MemoryError):
-        run(replace(job, checkpoint_minutes=0), die)
+    file = job.out.parent / "job.pickle"
+    file.write_bytes(pickle.dumps(replace(job, checkpoint_minutes=0)))
+    ended = subprocess.run([sys.executable, "-c", _KILLED, file], cwd=Path(__file__).parent, check=False, timeout=600)
+    assert ended.returncode == -signal.SIGKILL
+    parts = list(job.work.glob(".state.pt.*"))
+    assert len(parts) == 1
+    assert 0 < parts[0].stat().st_size < (job.work / "state.pt").stat().st_size
     rest, quiet = run(replace(job, resume=True))
-    assert quiet.steps[0].number == 7
+    assert quiet.steps[0].number == 4
     assert [s.loss for s in rest.curve] == [s.loss for s in whole.curve]
+    file.unlink()
+    assert sorted(p.name for p in job.out.parent.iterdir()) == ["draft", "whole"], "something was left"
+
+
+_KILLED = """
+import os, pickle, signal, sys
+from pathlib import Path
+from slipstream.distill.run import distill
+import test_distill
+
+write, written = Path.write_bytes, []
+
+def killed(self, data):
+    if self.name.startswith(".state.pt"):
+        written.append(self)
+        if len(written) == 4:
+            write(self, bytes(data[: len(data) // 2]))
+            os.kill(os.getpid(), signal.SIGKILL)
+    return write(self, data)
+
+Path.write_bytes = killed
+distill(pickle.loads(Path(sys.argv[1]).read_bytes()), test_distill.Quiet())
+"""
+
+
+def test_a_checkpoint_that_is_damaged(job: Job) -> None:
+    with pytest.raises(Interrupted):
+        run(job, lambda step: signal.raise_signal(signal.SIGINT))
+    state = job.work / "state.pt"
+    state.write_bytes(state.read_bytes()[:1000])
+    with pytest.raises(InputError, match=r"state\.pt' is damaged; remove it to start training anew"):
+        run(replace(job, resume=True))
+    state.unlink()
+    result, _ = run(replace(job, resume=True))
+    assert result.steps == 12
 
 
 def test_resuming_asks_for_the_same_run(job: Job) -> None:
@@ -371,37 +492,60 @@ def test_resuming_asks_for_the_same_run(job: Job) -> None:
     assert (job.work / "state.pt").exists()
 
 
-def test_a_full_disk_loses_nothing(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At a checkpoint, and at the end."""
-    write = Path.write_bytes
+@contextmanager
+def files_of_at_most(size: int) -> Iterator[None]:
+    """The system refuses longer ones, as it does on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
-    def full(self: Path, data: Any) -> int:
-        if self.name.startswith(".state.pt") and full.broken:  # type: ignore[attr-defined]
-            write(self, bytes(data[:100]))
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return write(self, data)
 
-    full.broken = False  # type: ignore[attr-defined]
-    monkeypatch.setattr(Path, "write_bytes", full)
+@pytest.mark.parametrize("change", [{}, {"init": "", "early_exit": 2, "rank": 64}])
+def test_a_full_disk_loses_nothing(job: Job, change: dict[str, Any]) -> None:
+    """At a checkpoint, and when the draft is written."""
+    job = replace(job, keep=0, steps=6, evaluate_every=3, **change)
+    whole, _ = run(replace(job, out=job.out.parent / "whole"))
+    largest = max(f.stat().st_size for f in (job.out.parent / "whole").glob("*.safetensors"))
+    with ExitStack() as limits:
 
-    def fill(step: Step) -> None:
-        full.broken = step.number >= 5  # type: ignore[attr-defined]
+        def fill(step: Step) -> None:
+            if step.number == 4:
+                limits.enter_context(files_of_at_most(1000))
 
-    with pytest.raises(InputError, match=r"No space left on device; make room and go on with --resume"):
-        run(replace(job, checkpoint_minutes=0), fill)
-    assert sorted(p.name for p in job.work.iterdir()) == ["settings.json", "state.pt", "targets"]
-    full.broken = False  # type: ignore[attr-defined]
-    monkeypatch.setattr("slipstream.distill.run.save_student", lambda *a: full_disk())
-    with pytest.raises(InputError, match=r"cannot write .*draft.*: No space left on device; make room"):
+        with pytest.raises(InputError, match=r"cannot write .*state\.pt.*: File too large; make room and go on with"):
+            run(replace(job, checkpoint_minutes=0), fill)
+    assert sorted(p.name for p in job.work.iterdir()) == ["data.json", "settings.json", "state.pt"]
+    with pytest.raises(Interrupted):
+        run(replace(job, resume=True), lambda step: step.number == 6 and signal.raise_signal(signal.SIGINT))
+    with files_of_at_most(largest - 1), pytest.raises(InputError, match=r"cannot write .*(draft|state\.pt).*make room"):
         run(replace(job, resume=True))
     assert not job.out.exists()
-    monkeypatch.undo()
-    _, quiet = run(replace(job, resume=True))
+    rest, quiet = run(replace(job, resume=True))
     assert not quiet.steps, "all steps had been made"
+    assert [s.loss for s in rest.curve] == [s.loss for s in whole.curve]
+    one, other = weights(job.out), weights(job.out.parent / "whole")
+    assert all(torch.equal(one[name], other[name]) for name in one)
 
 
-def full_disk() -> None:
-    raise OSError(errno.ENOSPC, "No space left on device")
+def test_no_room_for_what_the_target_says(job: Job) -> None:
+    """It showed as a dead process (SIGBUS) while the first rows were kept."""
+    with files_of_at_most(300_000), pytest.raises(InputError, match=r"outcomes', which takes [\d,]+ bytes: File too"):
+        run(replace(job, keep=64))
+    assert not job.work.exists()
+
+
+def test_no_room_for_answers(job: Job, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("\n".join(json.dumps({"prompt": f"say {i} times {i * i}"}) for i in range(30)))
+    job = replace(job, data=(str(prompts),), answer_tokens=24, answer_temperature=1.0, steps=2)
+    with files_of_at_most(1000), pytest.raises(InputError, match=r"answers\.jsonl'.*the answers so far are kept"):
+        run(job)
+    kept = {json.loads(row)["key"] for row in (job.work / "answers.jsonl").read_text().split("\n")[1:-1]}
+    assert kept
+    run(replace(job, resume=True))
 
 
 def test_training_ends_where_nothing_gets_better(job: Job) -> None:
@@ -418,13 +562,13 @@ def test_a_draft_that_is_no_better_is_refused(job: Job) -> None:
     assert result.gain[0].low > 0
 
 
-def test_minutes_become_steps(job: Job) -> None:
-    timed = replace(job, steps=None, minutes=2.0)
-    assert steps_for(timed, 1.0, 3.0, 10) == 10 + 80
-    assert steps_for(timed, 1.0, 3.0, 100) == 30
-    assert steps_for(replace(job, minutes=None), 1.0, 1.0, 5) == 12
-    result, _ = run(replace(timed, minutes=0.01))
+def test_minutes_instead_of_steps(job: Job) -> None:
+    """What is going to be done is said before."""
+    result, quiet = run(replace(job, steps=None, minutes=0.02))
     assert result.steps >= 1
+    (said,) = [p for p in quiet.phases if p.startswith("plan: ")]
+    assert f"plan: {result.steps:,} steps of 8 rows, about " in said
+    assert "of 64 tokens" in said
 
 
 def test_the_learning_rate_rises_and_falls() -> None:

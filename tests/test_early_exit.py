@@ -11,8 +11,12 @@ import torch
 from scipy.stats import chisquare
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
+from fakes import all_outcomes, decode, joint_law, loaded_dice, softmax
 from slipstream import InputError, SpeculativeDecoding
+from slipstream.drafters.early_exit import EarlyExitDrafter
+from slipstream.models.exit_head import ExitHead
 from slipstream.models.llama import LlamaModel
+from slipstream.verify import RULES
 from test_llama import TOKENS, ours, theirs
 
 PROMPT = [5, 6, 7]
@@ -60,6 +64,27 @@ def test_sampled_answers_follow_the_target(kernels: str) -> None:
     if rest > 1e-6:
         observed, wanted = [*observed, samples - sum(observed)], [*wanted, rest]
     assert chisquare(observed, wanted).pvalue > 1e-3
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("k", [1, 2])
+@pytest.mark.parametrize("headed", [False, True])
+def test_joint_law_by_enumeration(headed: bool, k: int, rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every way that draft, acceptance and sampling can fall, with the bare layers and with an exit head."""
+    model, prompt = target(vocab=3, weights="fp64"), [1, 2]
+    torch.manual_seed(1)
+    head = ExitHead(2, torch.rand(32) + 0.5, torch.randn(4, 32), torch.randn(32, 4) / 8) if headed else None
+
+    def program(dice: Any) -> tuple[int, ...]:
+        with monkeypatch.context() as loaded:
+            loaded_dice(loaded, dice)
+            drafter = EarlyExitDrafter(model, 2, head)
+            return tuple(decode(model, drafter, prompt, k=k, rule=rule, max_new_tokens=3, temperature=1.0)[0])
+
+    law = all_outcomes(program)
+    expected = joint_law(lambda tokens: model.forward(tokens, model.new_cache(), 1)[0], prompt, 3, softmax)
+    assert sum(law.values()) == pytest.approx(1, abs=1e-9)
+    assert law == pytest.approx(expected, abs=1e-9)
 
 
 def test_the_verification_goes_on_from_the_drafts_states(monkeypatch: pytest.MonkeyPatch, kernels: str) -> None:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
+from collections.abc import Iterator
+from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -17,8 +21,11 @@ from slipstream.cli.from_plan import recommended
 from slipstream.cli.main import cli
 from slipstream.cli.pairs import Wanted, parse_drafts
 from slipstream.cli.pairs import load as load_pairs
+from slipstream.cli.plan_report import crossover
+from slipstream.cli.progress import follow
 from slipstream.fields import schema, to_json
-from slipstream.plan import Plan, load, save
+from slipstream.measure.plan_build import contradiction
+from slipstream.plan import Estimate, Plan, load, save
 
 EXAMPLE = files("slipstream.data").joinpath("plan.example.json")
 
@@ -181,6 +188,67 @@ def test_an_interrupted_plan_goes_on_where_it_was(
     assert not list((here / "cache" / ".work").glob("*"))
 
 
+def test_being_asked_to_end_is_an_interrupt(capsys: pytest.CaptureFixture[str]) -> None:
+    """SIGTERM ended the process without a word, and left a terminal without its cursor."""
+    before = signal.getsignal(signal.SIGTERM)
+
+    def steps() -> Iterator[str]:
+        yield "one"
+        os.kill(os.getpid(), signal.SIGTERM)
+        yield "two"
+
+    with pytest.raises(KeyboardInterrupt):
+        follow(steps(), 2)
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_drafts_that_do_not_fit_are_left_out(here: Path, tiny_checkpoint: Path, tiny_draft_checkpoint: Path) -> None:
+    """All drafts were measured by the largest one, so a copier did not fit either."""
+    drafts, rest = f"{tiny_draft_checkpoint},suffix", ("--no-check", "--limit", 1)
+    plan, _ = plan_of(here, tiny_checkpoint, drafts, *rest)
+    assert plan.memory_bytes is not None
+    alone, _ = plan_of(here, tiny_checkpoint, "suffix", *rest)
+    both, _ = plan_of(here, tiny_checkpoint, str(tiny_draft_checkpoint), *rest)
+    assert alone.memory_bytes is not None
+    assert both.memory_bytes is not None
+    assert alone.memory_bytes.value < both.memory_bytes.value
+    between = (alone.memory_bytes.value + both.memory_bytes.value) / 2e9
+    plan, result = plan_of(here, tiny_checkpoint, drafts, *rest, "--memory", between)
+    assert f"{tiny_draft_checkpoint} does not fit" in plan.notes[0]
+    assert plan.verdict.reason != "memory"
+    assert plan.memory_bytes == alone.memory_bytes
+    none, result = plan_of(here, tiny_checkpoint, drafts, *rest, "--memory", 1e-6, "--html", here / "p.html")
+    assert (none.verdict.action, none.verdict.reason) == ("plain", "memory")
+    assert "no draft fits beside the target" in result.stdout
+    assert none.validation is None
+
+
+def test_a_plan_says_what_to_run_next(here: Path, tiny_checkpoint: Path) -> None:
+    _, result = plan_of(here, tiny_checkpoint, "suffix", "--no-check", "--limit", 1, "--json")
+    assert json.loads(result.stdout)["kind"] == "slipstream plan"
+    assert f"Next: slipstream generate {tiny_checkpoint} --plan {here / 'plan.json'} --prompt" in result.stderr
+
+
+def test_a_real_run_that_contradicts_the_prediction_is_said_first() -> None:
+    plan = load(str(EXAMPLE))
+    assert plan.validation is not None
+    assert contradiction(plan) == []
+    slower = replace(plan.validation.overall, measured=Estimate(0.9, "measured here"), error=1.1)
+    (said,) = contradiction(replace(plan, validation=replace(plan.validation, within=False, overall=slower)))
+    assert "measured 0.90x where" in said
+    assert said.endswith("speculation does not pay.")
+
+
+def test_a_report_names_the_batch_from_which_plain_decoding_is_best() -> None:
+    plan = load(str(EXAMPLE))
+    ks = {b.batch: b.k for b in plan.batches}
+    assert "up to batch" in crossover(plan) or "every batch" in crossover(plan)
+    falling = tuple(replace(b, k=3 if b.batch < 8 else 0) for b in plan.batches)
+    most = max(b for b in ks if b < 8)
+    assert crossover(replace(plan, batches=falling)).startswith(f"it pays up to batch {most}, plain decoding is best")
+    assert crossover(replace(plan, batches=tuple(replace(b, k=0) for b in plan.batches))) == "plain decoding is best"
+
+
 @pytest.mark.parametrize("temperature", [0, 1])
 def test_a_draft_with_another_tokenizer(
     here: Path, tiny_checkpoint: Path, other_tokenizer_checkpoint: Path, temperature: int
@@ -230,6 +298,7 @@ def test_acceptance_on_the_command_line(here: Path, tiny_checkpoint: Path, tiny_
         (("--drafts", "none"), "is no draft"),
         (("--requests-per-second", 0), "--requests-per-second 0"),
         (("--max-new-tokens", 1), "--max-new-tokens 1"),
+        (("--memory", -1), "--memory -1"),
         (("--out", "/no/such/folder/plan.json"), "--out"),
         (("--prompts", "/no/such/file"), "/no/such/file"),
     ],

@@ -19,10 +19,12 @@ from slipstream.measure.prediction import (
     between,
     constant_case,
     decide,
+    full_batch,
     load_curves,
     paying_length,
     predict,
     times,
+    under_load,
 )
 
 #: The published setting: plain 48 ms a token on a GPU. Rows are nearly free while weights stream, dear beyond.
@@ -133,37 +135,92 @@ def test_a_large_batch_leaves_no_room_for_drafts() -> None:
 
 
 def test_what_does_not_fit_is_not_recommended() -> None:
-    found = decide([option(fits=False)], Limits(1))
+    found = decide([option(lacks="9 GB are needed with it, and there are 8 GB")], Limits(1))
     assert (found.speculate, found.reason) == (False, "memory")
-    both = decide([option(fits=False), replace(option(alpha=0.6), draft="small")], Limits(1))
+    assert "draft: 9 GB are needed with it" in found.sentence
+    both = decide([option(lacks="too much"), replace(option(alpha=0.6), draft="small")], Limits(1))
     assert both.option is not None
     assert both.option.draft == "small"
-    assert decide([], Limits(1)).sentence == "There is no draft."
+    none = decide([], Limits(1))
+    assert (none.reason, none.sentence) == ("no draft", "Do not speculate: none of the drafts could be used.")
 
 
 def test_above_the_crossing_rate_plain_decoding_is_faster() -> None:
-    of = option(batches=(1, 16))
-    best = of.best(16)
-    plain, fast = load_curves(of.by_batch[16][best.k], of.by_batch[1][best.k], 16)
-    crossing = expectation.crossing_rate(plain, fast)
-    assert plain.idle_seconds > fast.idle_seconds
-    assert crossing is None or crossing > 0
-    slow = replace(of, by_batch={1: of.by_batch[1]})
-    single = decide([slow], Limits(1, rate=1e-9))
-    assert single.speculate
+    """Alone twice as fast, in a full server it uses more of it: plain wins from the crossing on.
 
-
-def test_a_rate_beyond_the_crossing_is_refused() -> None:
-    """Alone twice as fast, in a full server it uses more of it: plain wins from the crossing on."""
-    of = option(batches=(1, 8))
-    best = of.best(8)
-    plain, fast = load_curves(of.by_batch[8][best.k], of.by_batch[1][best.k], 8)
+    The verdict looked at the batch that was asked for and the table of the same plan at the largest one, so they named
+    different rates.
+    """
+    of = option(batches=(1, 32))
+    best = of.best(1)
+    plain, fast = load_curves(of.by_batch[32][best.k], of.by_batch[1][best.k], 32)
+    assert under_load(of, best, Limits(1)) == (plain, fast)
     crossing = expectation.crossing_rate(plain, fast)
-    if crossing is None:  # it uses less of the server: then no rate is too high
-        assert fast.capacity_seconds <= plain.capacity_seconds
-        return
-    found = [decide([of], Limits(8, rate=crossing * f)) for f in (0.9, 1.1)]
+    assert crossing is not None
+    assert plain.latency(crossing) == pytest.approx(fast.latency(crossing))
+    found = [decide([of], Limits(1, rate=crossing * f)) for f in (0.9, 1.1)]
     assert [f.reason for f in found] == ["pays", "load"]
+    assert f"pays below {crossing:.3g}" in found[1].sentence
+
+
+def test_a_server_that_answers_a_few_at_a_time_is_full_with_those() -> None:
+    of = option(batches=(1, 4, 32))
+    best = of.best(4, throughput=True)
+    assert full_batch(of, Limits(4, throughput=True)) == 4
+    assert under_load(of, best, Limits(4)) == load_curves(of.by_batch[4][best.k], of.by_batch[1][best.k], 4)
+    assert expectation.crossing_rate(*load_curves(of.by_batch[4][best.k], of.by_batch[1][best.k], 4)) is None
+    most = [1 / c.capacity_seconds for c in load_curves(of.by_batch[4][best.k], of.by_batch[1][best.k], 4)]
+    found = decide([of], Limits(4, rate=2 * max(most)))
+    assert f"at most {most[0]:.3g} plainly, {most[1]:.3g} with draft" in found.sentence
+    assert "does not answer" not in decide([of], Limits(4, rate=0.9 * max(most))).sentence
+
+
+def test_no_sentence_contradicts_itself() -> None:
+    """It read "accepted in 9% of cases, and 8% would be needed to gain anything" as a reason not to."""
+    slight = decide([option(alpha=0.095)], Limits(1))
+    assert (slight.reason, 0 < slight.margin < WORTH) == ("acceptance", True)
+    assert "gains less than the 3% that are worth the trouble" in slight.sentence
+    calls = decide([option(alpha=0.2, of=costs(call=40.0))], Limits(1))
+    assert calls.margin < 0
+    assert calls.break_even is not None
+    assert calls.break_even < 0.2
+    assert "would be needed" not in calls.sentence
+    assert decide([option(alpha=0.9, of=costs(step=1.5))], Limits(1)).break_even is None
+
+
+def test_every_no_says_how_far_it_is_from_a_yes() -> None:
+    of = option(batches=(1, 2, 4, 8, 16, 32))
+    slow = costs(read=2.0)
+    found = [
+        decide([option(alpha=0.05)], Limits(1)),
+        decide([of], Limits(32, throughput=True)),
+        decide([option(of=slow, prompt=1000, tokens=30)], Limits(1)),
+    ]
+    assert [f.reason for f in found] == ["acceptance", "batch", "short answers"]
+    for one in found:
+        assert one.prediction is not None
+        assert f"At its best, k = {one.prediction.k}, it would be {1 + one.margin:.2f}x as fast." in one.sentence
+
+
+def test_a_large_batch_has_its_own_break_even() -> None:
+    """Break-even was that of one request at whatever batch, where rows cost as much as tokens."""
+    alone = costs()
+    crowd = alone.scaled(32, lambda n: crowded(n, 32), 1.0)
+    of = replace(option(batches=(1, 32)), shared={1: alone, 32: crowd})
+    one, many = (decide([of], Limits(b, throughput=True)).break_even for b in (1, 32))
+    assert one == pytest.approx(0.08, abs=0.005)
+    assert many is None or many > 0.5
+
+
+def test_a_draft_that_would_win_if_it_were_trained_is_named() -> None:
+    """Advice was of the winner alone, so a copier in front hid what training the draft model would bring."""
+    copier = replace(option(alpha=0.3, of=costs(step=0.0), model=False), draft="suffix")
+    model = replace(option(alpha=0.15), draft="small")
+    found = decide([copier, model], Limits(1))
+    assert found.option is copier
+    ((kind, what, up),) = found.advice
+    assert (kind, "small has 15%" in what) == ("fine-tune the draft", True)
+    assert up == pytest.approx(expectation.best(expectation.constant(0.72), costs().ratios).speed_up)
 
 
 def test_advice_for_budgets_and_drafts() -> None:

@@ -227,6 +227,7 @@ class Knowledge:
 
     def __init__(self, costs: Costs) -> None:
         self._lock = Lock()
+        self._credit: float | None = None
         self._costs = costs
         self._acceptance: dict[str, Acceptance] = {}
 
@@ -249,6 +250,20 @@ class Knowledge:
             self._costs.verified(rows, verify)
             if draft is not None:
                 self._costs.drafted(*draft)
+
+    def may_probe(self, price: float, plain: float) -> bool:
+        """Whether a probe may take ``price`` seconds, where a plain pass takes ``plain``.
+
+        The credit is that of all requests: where answers are short, one for each would be a fair part of their time.
+        """
+        with self._lock:
+            return price <= (_PROBE_PASSES * plain if self._credit is None else self._credit)
+
+    def spent(self, seconds: float, probing: float, plain: float) -> None:
+        """A round took so long, ``probing`` seconds (or less than none) more of it than plain decoding would have."""
+        with self._lock:
+            credit = _PROBE_PASSES * plain if self._credit is None else self._credit
+            self._credit = min(credit + _PROBE_SHARE * seconds - probing, _MOST_PASSES * plain)
 
     def verified(self, drafter: str, seen: Sequence[Seen]) -> None:
         """Outcomes of one round."""
@@ -279,8 +294,8 @@ def _learn(acceptance: Acceptance, seen: Sequence[Seen]) -> None:
 _PRIOR_WEIGHT = 8.0
 #: Rounds after which a plain pass is measured again, at first and later, lest k be chosen by a price of long ago.
 _CONFIRM, _REFRESH = 32, 256
-#: Probing may take this share of a request's time, and a few plain passes more.
-_PROBE_SHARE, _PROBE_PASSES = 0.01, 2.0
+#: Probing may take this share of the time, and a few plain passes more at first; so many can be saved up for it.
+_PROBE_SHARE, _PROBE_PASSES, _MOST_PASSES = 0.01, 2.0, 8.0
 _FIRST_GAP, _LAST_GAP = 4, 16
 #: An answer is expected to go on for as many tokens as it has already, and so many more; half as many rounds.
 _EXPECTED = 96
@@ -357,7 +372,6 @@ class AdaptiveController:
         self._probing = False
         self._drafting = True
         self._elapsed = 0.0
-        self._probe_seconds = 0.0
         self._outlook: Outlook | None = None
         self._reach = 1.0
         self._tokens = 0.0
@@ -522,7 +536,7 @@ class AdaptiveController:
         if self._resting < self._gap:
             return False
         price = outlook.price(1, self._missed(length)) + outlook.verify[2] - outlook.verify[1]
-        return self._probe_seconds + price <= _PROBE_SHARE * self._elapsed + _PROBE_PASSES * outlook.verify[1]
+        return self._knowledge.may_probe(price, outlook.verify[1])
 
     # --- learning -----------------------------------------------------------------------------------------------------
 
@@ -546,9 +560,8 @@ class AdaptiveController:
             return
         seconds = outlook.verify[played.kept + 1] + (outlook.price(passes, missed) if draft else 0.0)
         self._elapsed += seconds
-        if self._probing:
-            lost = seconds - len(played.tokens) * outlook.verify[1]
-            self._probe_seconds = max(self._probe_seconds + lost, -_PROBE_PASSES * outlook.verify[1])
+        lost = seconds - len(played.tokens) * outlook.verify[1] if self._probing else 0.0
+        self._knowledge.spent(seconds, lost, outlook.verify[1])
 
     def _missed(self, length: int) -> int:
         """Tokens that a draft model would have to read before its first step, beyond the one or two of every round."""

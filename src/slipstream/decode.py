@@ -24,7 +24,7 @@ from slipstream.errors import InputError
 from slipstream.models.base import Cache, Model, feed
 from slipstream.sampling import Sampler
 from slipstream.types import Draft, DraftEnd, Round, TokenLogprob
-from slipstream.verify import RULES, match, verify
+from slipstream.verify import RULES, check_draft_probs, match, verify
 
 
 @dataclass
@@ -138,6 +138,8 @@ class Decoder:
                 f"{type(self.session).__name__} drafted {draft.tokens}; a draft has at most the {asked} tokens asked "
                 f"for, with ids below {vocab}; correct the drafter"
             )
+        if draft.probs is not None:
+            check_draft_probs(draft.probs, len(draft.tokens), vocab)
         if draft.probs is not None or not draft.tokens:  # drawn tokens must not be dropped
             return Proposal(asked, draft, draft)
         return Proposal(asked, draft, _first(draft, self.controller.keep(draft), "controller"))
@@ -195,6 +197,11 @@ class Decoder:
         That one and those behind it mean nothing; which does not matter if the answer ends before.
         """
         extended = [*tokens, *draft.tokens]
+        if self.sampler.greedy:
+            chosen = self.sampler.choices(logits, extended)
+            verdict = match(draft.tokens, chosen.__getitem__)
+            new = [*draft.tokens[: verdict.num_accepted], verdict.next_token]
+            return new, len(new) - (verdict.next_token < 0)
         probs = self.sampler.probs(logits, extended)
         if self.sampler.coupled:
             verdict = match(draft.tokens, lambda slot: self.sampler.draw(probs[slot], len(tokens) + slot))

@@ -24,8 +24,9 @@ KIND: Final = "slipstream plan"
 Objective = Literal["latency", "throughput"]
 Action = Literal["speculate", "plain"]
 #: Why: drafting pays; acceptance is below break-even; answers are too short for the draft's prompt to be earned back;
-#: at this batch arithmetic is the limit; the draft does not fit; above this request rate plain decoding is faster.
-Reason = Literal["pays", "acceptance", "short answers", "batch", "memory", "load"]
+#: at this batch arithmetic is the limit; the draft does not fit; above this request rate plain
+#: decoding is faster; no draft could be used at all.
+Reason = Literal["pays", "acceptance", "short answers", "batch", "memory", "load", "no draft"]
 AdviceKind = Literal["fine-tune the draft", "larger draft", "smaller target", "smaller draft", "other"]
 MemberKind = Literal["model", "suffix", "early-exit"]
 
@@ -206,7 +207,10 @@ class Costs:
 
 @dataclass(frozen=True)
 class BatchPoint:
-    """The best k of the recommended (else the best) draft where so many requests are answered at the same time."""
+    """The best k of the recommended (else the best) draft where so many requests are answered at the same time.
+
+    0 where it gains too little. The speed-up is that of the objective, as in the verdict.
+    """
 
     batch: int
     draft: str
@@ -232,6 +236,8 @@ class Load:
     speculative: LoadCurve
     crossing_rate: Estimate | None
     """Requests a second above which plain decoding is faster; None if it never is."""
+    batch: int | None = None
+    """Requests that a full server answers at a time: C2 is for so many."""
 
 
 @dataclass(frozen=True)
@@ -276,7 +282,7 @@ class Plan:
     load: Load | None = None
     validation: Validation | None = None
     memory_bytes: Estimate | None = None
-    """Most memory that target and recommended draft need."""
+    """Most memory that target and best draft need."""
     machine: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     kind: Literal["slipstream plan"] = KIND

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from types import NoneType
 from typing import Any
 
@@ -32,6 +32,16 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "Sequence[int]": (Collection,),
     "Sequence[LogitsProcessor]": (Collection,),
 }
+
+
+@dataclass(frozen=True)
+class Ahead:
+    """The next token of a draft, before it is drawn."""
+
+    of: Tensor | int
+    """The distribution (V,) that it will be drawn from; at temperature 0 the token itself."""
+    confidence: float
+    """Probability of the likeliest token; at temperature 0, what it would be at 1."""
 
 
 class Sampler:
@@ -86,6 +96,41 @@ class Sampler:
             raise self._not_samplable(float(peaks[0]), len(tokens) - len(logits) + 1)
         logits, peaks = logits.masked_fill(unusable, 0), peaks.masked_fill(unusable, 0)
         return self._distributions(logits, peaks).masked_fill(unusable, math.nan)
+
+    def choices(self, logits: Tensor, tokens: Sequence[int]) -> list[int]:
+        """At temperature 0: the ids that ``probs`` would put everything on, -1 for a row that would be NaN.
+
+        Vocabularies are large and verification is in every round, so no distributions are made.
+
+        Raises:
+            ModelError: as ``probs``.
+        """
+        peaks, ids = self._process(logits, tokens).max(dim=-1)
+        usable = peaks.isfinite()
+        if not bool(usable[0]):
+            raise self._not_samplable(float(peaks[0]), len(tokens) - len(logits) + 1)
+        chosen: list[int] = torch.where(usable, ids, -1).tolist()
+        return chosen
+
+    def ahead(self, logits: Tensor, tokens: Sequence[int]) -> Ahead:
+        """What a draft's next token will be, or will be drawn from; ``logits`` (1, V) are those after ``tokens``.
+
+        Raises:
+            ModelError: as ``probs``.
+        """
+        if not self.greedy:
+            row = self.probs(logits, tokens)[0]
+            return Ahead(row, float(row.max()))
+        logits = self._process(logits, tokens)
+        peak, token = logits[0].max(dim=-1)
+        if not bool(peak.isfinite()):
+            raise self._not_samplable(float(peak), len(tokens))
+        # The distribution is sure of itself at temperature 0, so ask the logits.
+        return Ahead(int(token), float(torch.exp(peak - logits[0].logsumexp(dim=-1))))
+
+    def take(self, ahead: Ahead, position: int) -> int:
+        """The id at ``position`` that comes of ``ahead``; positions as in ``draw``."""
+        return ahead.of if isinstance(ahead.of, int) else self.draw(ahead.of, position)
 
     def draw(self, probs: Tensor, position: int) -> int:
         """Draw the id at ``position`` (counted from the prompt's first token) from ``probs`` (V,)."""

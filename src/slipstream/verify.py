@@ -73,6 +73,15 @@ def check_rule(rule: str) -> None:
         raise InputError(f"rule {rule!r} is not known; use {' or '.join(map(repr, RULES))}")
 
 
+def check_draft_probs(draft_probs: Tensor, count: int, vocab: int) -> None:
+    """Raise InputError unless there is a distribution over ``vocab`` ids for each of ``count`` draft tokens."""
+    if draft_probs.shape != (count, vocab):
+        raise InputError(
+            f"draft_probs must have shape {(count, vocab)}, one row a draft token over the target's vocabulary; got "
+            f"{tuple(draft_probs.shape)}"
+        )
+
+
 def match(draft_tokens: Sequence[int], choose: Callable[[int], int]) -> Verdict:
     """The rule for choices that are already made: accept draft tokens while they are what the target takes.
 
@@ -192,8 +201,5 @@ def _check(target_probs: Tensor, draft_tokens: Tensor, draft_probs: Tensor | Non
             f"target_probs must have one row more than there are draft tokens; got {tuple(target_probs.shape)} "
             f"for draft_tokens {tuple(draft_tokens.shape)}"
         )
-    if draft_probs is not None and draft_probs.shape != (len(draft_tokens), target_probs.shape[1]):
-        raise InputError(
-            f"draft_probs must have shape {(len(draft_tokens), target_probs.shape[1])}, one row a draft token over "
-            f"the target's vocabulary; got {tuple(draft_probs.shape)}"
-        )
+    if draft_probs is not None:
+        check_draft_probs(draft_probs, len(draft_tokens), target_probs.shape[1])

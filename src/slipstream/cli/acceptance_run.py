@@ -15,6 +15,7 @@ from slipstream.cli.pairs import Wanted, check_room, load
 from slipstream.cli.plan_run import open_ledger, other_samplings
 from slipstream.cli.progress import follow
 from slipstream.cli.run import INTERRUPTED
+from slipstream.cli.screen import next_step
 from slipstream.errors import InputError
 from slipstream.measure.files import check_writable
 
@@ -102,6 +103,9 @@ def _deliver(task: AcceptanceTask, rates: Sequence[Acceptance], found: Gathered)
         click.echo(json.dumps(document))
     else:
         click.echo(table(rates), nl=False)
+    drafts = ",".join(d.replace(",", "+") for d in dict.fromkeys(a.draft for a in rates))
+    if drafts:
+        next_step("plan", task.model, "--drafts", drafts, *(["--prompts", task.prompts] if task.prompts else []))
     if task.out is not None:
         write_text(task.out, json.dumps(document, indent=1) + "\n")
     for name, why in found.failed.items():
@@ -116,7 +120,10 @@ def table(rates: Sequence[Acceptance]) -> str:
         lines += [f"{draft} ({own[0].rate.how})", f"  {'rule':<14}{'temperature':>12}{'top p':>8}   accepted (95 %)"]
         for a in own:
             shown = f"{a.rate.value:.3f} ({a.rate.low:.3f} to {a.rate.high:.3f})"
+            shown += " *" if a.sampling != own[0].sampling else ""
             lines.append(f"  {a.rule:<14}{a.sampling.temperature:>12g}{a.sampling.top_p:>8g}   {shown}")
+        if len({a.sampling for a in own}) > 1:
+            lines.append("  *: of the same answers, which were sampled as in the first line")
         positions = ", ".join(f"{q.value:.2f}" for q in own[0].positions)
         lines.append(f"  by position ({own[0].rule}, given that the ones before were accepted): {positions}")
         categories = ", ".join(f"{c} {e.value:.2f}" for c, e in own[0].categories.items())

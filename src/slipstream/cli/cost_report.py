@@ -133,18 +133,23 @@ def document(report: Report) -> dict[str, Any]:
 
 
 _PAGE = """<!doctype html>
-<html lang="en"><meta charset="utf-8"><title>What speculation saves</title>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<title>What speculation saves</title>
 <style>
-body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 56em; margin: 2em auto; padding: 0 1em; color: #222 }}
+body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 56em; margin: 2em auto; padding: 0 1em; color: #222;
+  background: #fff }}
+h1 {{ font-size: 1.5em }} h2 {{ font-size: 1.15em; margin-top: 2em }}
+.verdict {{ font-size: 1.15em; border-left: 4px solid {colour}; padding: .4em 1em; background: #f7f7f7 }}
+.wide {{ overflow-x: auto }}
 table {{ border-collapse: collapse; margin: 1em 0 }} td, th {{ padding: .2em .9em .2em 0; text-align: right }}
 td:first-child, th:first-child, td.how {{ text-align: left }} td.how {{ color: #666; font-size: 14px }}
 tr {{ border-bottom: 1px solid #ddd }} svg {{ max-width: 100%; height: auto }}
-</style>
+</style></head><body>
 <h1>What speculation saves</h1>
-<p><strong>{verdict}</strong></p>
+<p class="verdict"><strong>{verdict}</strong></p>
 {body}
 <p>{notes}</p>
-</html>
+</body></html>
 """
 
 
@@ -159,7 +164,8 @@ def html(report: Report) -> str:
     ]
     body += [_rows([(s.name, _dollars(s.net_low), _dollars(s.net_high)) for s in report.swings]), _picture(report)]
     notes = " ".join(escape(n) for n in report.notes)
-    return _PAGE.format(verdict=escape(sentence(report)), body="\n".join(body), notes=notes)
+    colour = "#009e73" if report.verdict.net_a_month > 0 else "#d55e00"
+    return _PAGE.format(verdict=escape(sentence(report)), colour=colour, body="\n".join(body), notes=notes)
 
 
 def _picture(report: Report) -> str:
@@ -183,7 +189,8 @@ def _rows(rows: Sequence[Sequence[str]], how: bool = False) -> str:
             for i, cell in enumerate(row)
         )
 
-    return "<table>" + "\n".join(f"<tr>{cells(row)}</tr>" for row in rows) + "</table>"
+    lines = "\n".join(f"<tr>{cells(row)}</tr>" for row in rows)
+    return f'<div class="wide"><table>{lines}</table></div>'
 
 
 def _aligned(rows: Sequence[Sequence[str]], left: tuple[int, ...] = (0,)) -> list[str]:

@@ -11,6 +11,7 @@ from typing import Any
 import click
 
 from slipstream.cli.cost_report import Report, document, html, table
+from slipstream.cli.screen import next_step
 from slipstream.economics import Figure, Service, find_price, read_prices, throughput_for, tornado, verdict
 from slipstream.errors import InputError
 from slipstream.measure.expectation import Costs, acceptance_for, best, break_even, constant, speed_up
@@ -99,6 +100,8 @@ def run(task: CostTask) -> int:
         from slipstream.measure.tornado import save_tornado
 
         write_whole(Path(task.plot), lambda partial: save_tornado(partial, report.swings))
+    if task.plan is not None:
+        next_step("export", task.plan, "--engine", "vllm", "--out", "deploy")
     return 0
 
 

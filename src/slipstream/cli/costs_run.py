@@ -12,6 +12,7 @@ import click
 from slipstream.cli.pairs import Wanted, load
 from slipstream.cli.progress import follow
 from slipstream.cli.run import INTERRUPTED
+from slipstream.cli.screen import next_step
 from slipstream.errors import InputError
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 #: The passes run behind these tokens, over and over; what they say does not matter.
 _IDS = tuple(range(5, 205))
+_MOST_BATCH = 256
 _SHOWN_ROWS = (1, 2, 3, 5, 9, 16, 32)
 
 
@@ -53,22 +55,39 @@ def run(task: CostsTask) -> int:
         raise InputError("--draft names something other than a model; only models have passes to measure")
     pairs = load(wanted, ())
     models = {task.model: pairs.target} | {name: pairs.drafters[name].model for name in task.drafts}
+    _check_room(task.context, models)
     found: dict[str, Curve] = {}
     from slipstream.measure.curves import steps
 
     try:
         follow(_measure(task, models, batches, found), steps(task.turns) * len(models), task.no_color)
     except KeyboardInterrupt:
-        click.echo("slipstream: interrupted; models that were done are kept, the same command goes on", err=True)
+        click.echo("slipstream: interrupted; the same command goes on from here", err=True)
         return INTERRUPTED
     click.echo(json.dumps(document(found)) if task.as_json else table(found), nl=task.as_json)
+    next_step("plan", task.model, "--drafts", ",".join(task.drafts) or "suffix", "--prompts", "prompts.jsonl")
     return 0
+
+
+def _check_room(context: int, models: Mapping[str, Model]) -> None:
+    """The longest pass must fit behind the context, or the figures would be of another one than they say."""
+    from slipstream.measure.curves import ROWS
+
+    for name, model in models.items():
+        limit = model.max_positions
+        if limit is not None and context + max(ROWS) > limit:
+            raise InputError(
+                f"--context {context} leaves no room for {max(ROWS)} tokens more in the {limit} positions of {name}; "
+                f"use {max(1, limit - max(ROWS))} or less"
+            )
 
 
 def _batches(text: str) -> tuple[int, ...]:
     words = [word.strip() for word in text.split(",")]
     if not all(word.isdecimal() and int(word) > 0 for word in words):
         raise InputError(f"--batches {text!r} is no list of numbers; write for example --batches 1,4,16")
+    if (most := max(map(int, words))) > _MOST_BATCH:
+        raise InputError(f"--batches {text!r} has {most} sequences in a pass; use {_MOST_BATCH} at most")
     return tuple(sorted({1, *map(int, words)}))
 
 
@@ -84,10 +103,14 @@ def _measure(
 
     keys = {name: asdict(curves.key_of(model)) for name, model in models.items()}
     ledger = Ledger(["costs", keys, batches, task.context, task.turns], fresh=task.fresh)
+    if ledger.resumed:
+        click.echo(f"slipstream: going on from an interrupted run, {ledger.resumed} steps are known", err=True)
     for name, model in models.items():
         if name not in ledger:
             cells = curves.grid(batches=batches)
-            timing = yield from curves.measure_curve(model, _IDS, task.context, cells, task.turns)
+            timing = yield from curves.measure_curve(
+                model, _IDS, task.context, cells, task.turns, curves.Kept(ledger, name)
+            )
             how = f"measured here: median of {task.turns} turns behind {task.context} tokens"
             curve = timing.curve(model, task.context, now(), how)
             curves.keep(curve)

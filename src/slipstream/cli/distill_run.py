@@ -99,8 +99,9 @@ class _Lines:
     def line(self, evaluation: Evaluation, best: bool) -> str:
         """An evaluation in words."""
         accepted = evaluation.acceptance
+        loss = f"  loss {self._loss:.3f}" if evaluation.step else ""
         return (
-            f"step {evaluation.step}/{self._steps}  loss {self._loss:.3f}  accepted {accepted[0]:.3f} (T = 0) "
+            f"step {evaluation.step}/{self._steps}{loss}  accepted {accepted[0]:.3f} (T = 0) "
             f"{accepted[1]:.3f} (T = 1)  predicted speed-up {evaluation.speed_up.speed_up:.2f} at k = "
             f"{evaluation.speed_up.k}{'' if best else '  (not better)'}"
         )

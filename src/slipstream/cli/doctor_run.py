@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from slipstream.cli.screen import next_step
 from slipstream.errors import InputError
 from slipstream.measure.doctor import Diagnosis, Finding, Setting, examine
 from slipstream.measure.engines import Combination, read_combinations
@@ -63,6 +64,8 @@ def run(task: DoctorTask) -> int:
     """Print the findings; 1 if there is a blocker."""
     examined = _examine(task)
     click.echo(json.dumps(document(examined)) if task.as_json else shown(examined), nl=task.as_json)
+    if not examined.diagnosis.blocked and task.draft is not None:
+        next_step("plan", task.target, "--drafts", task.draft, "--prompts", "prompts.jsonl")
     return 1 if examined.diagnosis.blocked else 0
 
 
@@ -127,18 +130,13 @@ def _weights(given: str, model: Description, on_cpu: bool, *, drafting: bool = F
 
 def _memory(task: DoctorTask, on_cpu: bool) -> tuple[int | None, str]:
     if task.memory is not None:
-        if not task.memory > 0:
+        if not 0 < task.memory < float("inf"):
             raise InputError(f"--memory {task.memory:g} is no amount of memory; use gigabytes above 0")
         return int(task.memory * _GIGA), "memory assumed: --memory"
-    if on_cpu:
-        from slipstream.measure.machine import _memory as memory_here
+    from slipstream.measure.machine import memory_bytes
 
-        return memory_here(), "memory measured here"
-    import torch
-
-    if task.device.startswith("cuda") and torch.cuda.is_available():
-        return int(torch.cuda.get_device_properties(task.device).total_memory), "memory measured here"
-    return None, f"{task.device} is not here"
+    found = memory_bytes("cpu" if on_cpu else task.device)
+    return found, "memory measured here" if found is not None else f"{task.device} is not here"
 
 
 def _measured(
@@ -152,13 +150,13 @@ def _measured(
     if diagnosis.blocked:
         what = "the peak was not measured, since the pair cannot run"
         return None, (Finding("warning", "measured peak", what, "see the blockers first"),)
-    trial = Trial(tuple((m.name, w) for m, w in models), setting.context, setting.k, task.device)
+    trial = Trial(tuple((m.name, w) for m, w in models), setting.context, setting.k, task.device, setting.batch)
     found = measure_peak(trial)
     if isinstance(found, str):
         return None, (Finding("blocker", "measured peak", found, "see what it says", "measured here"),)
     ratio = diagnosis.predicted_peak / found.bytes
     what = f"{as_text(found.bytes)} beside the program's own {as_text(found.program)}; predicted / measured {ratio:.2f}"
-    close = abs(ratio - 1) <= _TOLERANCE or task.batch > 1
+    close = abs(ratio - 1) <= _TOLERANCE
     do = "" if close else "go by the measured one"
     return found, (Finding("ok" if close else "warning", "measured peak", what, do, "measured here"),)
 

@@ -29,6 +29,9 @@ have an "answer", otherwise the target answers once, and that is kept. An interr
 @click.option("--requests-per-second", type=float, metavar="R", help="The load.")
 @click.option("--batch", type=int, default=1, metavar="B", help="Requests answered at the same time (default: 1).")
 @click.option("--latency-budget", type=float, metavar="MS", help="Milliseconds that an answer may take.")
+@click.option(
+    "--memory", type=float, metavar="GB", help="Memory there will be, in 10^9 bytes (default: this machine's)."
+)
 @click.option("--max-new-tokens", "-n", type=int, default=128, metavar="N", help="At most N tokens (default: 128).")
 @click.option("--temperature", "-t", type=float, default=0.0, metavar="T", help="0 is greedy (default).")
 @click.option("--top-p", type=float, metavar="P", help="Sample from the likeliest tokens that reach P together.")

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from html import escape
 from importlib.util import find_spec
+from itertools import takewhile
+from math import isfinite
 from pathlib import Path
 
+from slipstream.measure.expectation import LoadCurve
 from slipstream.plan import Acceptance, Candidate, Checked, Estimate, Plan
 
 _NONE = "-"
@@ -63,13 +66,24 @@ def sections(plan: Plan) -> Iterator[tuple[str, list[tuple[str, ...]], str]]:
     if plan.batches:
         rows: list[tuple[str, ...]] = [("requests at a time", "k", "speed-up")]
         rows += [(str(b.batch), str(b.k), f"{b.speed_up.value:.2f}x") for b in plan.batches]
-        yield f"By batch, {short(plan, plan.batches[0].draft)}", rows, plan.batches[-1].speed_up.how
+        yield f"By batch, {short(plan, plan.batches[0].draft)}: {crossover(plan)}", rows, plan.batches[-1].speed_up.how
     if plan.load is not None:
-        yield "Under load", list(_load_rows(plan)), plan.load.plain.idle_seconds.how
+        full = f", {plan.load.batch} requests answered at a time" if plan.load.batch else ""
+        yield f"Under load{full}", list(_load_rows(plan)), plan.load.plain.idle_seconds.how
     if plan.validation is not None:
         rows = [("", "predicted", "measured", "difference")]
         rows += [_check_row(c) for c in (plan.validation.overall, *plan.validation.categories)]
         yield "The prediction, checked", rows, plan.validation.overall.measured.how
+
+
+def crossover(plan: Plan) -> str:
+    """From which batch on plain decoding is best."""
+    paying = list(takewhile(lambda b: b.k > 0, plan.batches))
+    if not paying:
+        return "plain decoding is best"
+    if len(paying) == len(plan.batches):
+        return f"it pays at every batch up to {paying[-1].batch}"
+    return f"it pays up to batch {paying[-1].batch}, plain decoding is best from {plan.batches[len(paying)].batch} on"
 
 
 def _choice_rows(plan: Plan, choices: Sequence[Candidate]) -> Iterator[tuple[str, ...]]:
@@ -136,11 +150,24 @@ def _cost_rows(plan: Plan) -> Iterator[tuple[str, ...]]:
 
 def _load_rows(plan: Plan) -> Iterator[tuple[str, ...]]:
     assert plan.load is not None
-    yield ("", "alone, seconds an answer (C1)", "most requests a second (1 / C2)")
-    for name, curve in (("plain", plan.load.plain), ("speculative", plan.load.speculative)):
-        yield (name, f"{curve.idle_seconds.value:.3g}", f"{1 / curve.capacity_seconds.value:.3g}")
-    if (crossing := plan.load.crossing_rate) is not None:
-        yield ("plain is faster above", "", f"{crossing.value:.3g}")
+    rate = plan.asked.requests_per_second
+    asked = () if rate is None else (f"seconds an answer at {rate.value:g} requests a second",)
+    yield ("", "alone, seconds an answer (C1)", "most requests a second (1 / C2)", *asked)
+    for name, found in (("plain", plan.load.plain), ("speculative", plan.load.speculative)):
+        curve = LoadCurve(found.idle_seconds.value, found.capacity_seconds.value)
+        there = () if rate is None else (_seconds(curve.latency(rate.value)),)
+        yield (name, f"{curve.idle_seconds:.3g}", f"{curve.most:.3g}", *there)
+    crossing = plan.load.crossing_rate
+    yield (
+        "plain is faster above",
+        "",
+        "no rate" if crossing is None else f"{crossing.value:.3g}",
+        *("" for _ in asked),
+    )
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.3g}" if isfinite(value) else "no end"
 
 
 def _check_row(c: Checked) -> tuple[str, ...]:
@@ -176,8 +203,9 @@ body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 60em; margin: 2em auto;
   background: #fff }}
 h1 {{ font-size: 1.5em }} h2 {{ font-size: 1.15em; margin-top: 2em }}
 .verdict {{ font-size: 1.15em; border-left: 4px solid {colour}; padding: .4em 1em; background: #f7f7f7 }}
-.figures {{ display: flex; flex-wrap: wrap; gap: 1em 2.5em; margin: 1.2em 0 }}
-.figures div {{ min-width: 8em }} .figures b {{ display: block; font-size: 1.5em }}
+.figures {{ display: grid; grid-template-columns: repeat(auto-fit, minmax(12em, 1fr)); gap: 1em 1.5em;
+  margin: 1.2em 0 }}
+.figures b {{ display: block; font-size: 1.5em }}
 .how {{ color: #666; font-size: 14px }}
 .wide {{ overflow-x: auto }} table {{ border-collapse: collapse; margin: .6em 0; font-size: 15px }}
 td, th {{ padding: .2em 1em .2em 0; text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap }}

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import signal
 import sys
-from collections.abc import Iterable
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import NoReturn
 
 import click
 
@@ -13,7 +17,33 @@ _LINES = 20
 
 
 def follow(steps: Iterable[str], total: int, no_color: bool = False) -> None:
-    """Run ``steps``, each of which says what comes next; ``total`` is how many there are, about."""
+    """Run ``steps``, each of which says what comes next; ``total`` is how many there are, about.
+
+    Raises:
+        KeyboardInterrupt: also if the process is asked to end (SIGTERM).
+    """
+    with _ended_politely():
+        _follow(steps, total, no_color)
+
+
+@contextmanager
+def _ended_politely() -> Iterator[None]:
+    """SIGTERM ends the work as Ctrl-C does: the cursor comes back, and the user hears how to go on."""
+
+    def end(*_: object) -> NoReturn:
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():  # only there signals can be had
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _follow(steps: Iterable[str], total: int, no_color: bool) -> None:
     if not is_terminal(sys.stderr):
         told = -1
         for number, step in enumerate(steps):

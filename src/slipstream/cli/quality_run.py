@@ -15,6 +15,7 @@ from slipstream.cli.options import sampling_params
 from slipstream.cli.pairs import Pairs, Wanted, load
 from slipstream.cli.progress import follow
 from slipstream.cli.run import INTERRUPTED
+from slipstream.cli.screen import next_step
 from slipstream.errors import InputError
 from slipstream.measure.files import check_writable
 from slipstream.measure.quality import Problem, compare, program, score, statement
@@ -200,3 +201,4 @@ def _deliver(task: QualityTask, found: dict[str, Any]) -> None:
     click.echo(json.dumps(found) if task.as_json else table(found), nl=task.as_json)
     if task.out is not None:
         write_text(task.out, json.dumps(found, indent=1) + "\n")
+    next_step("plan", task.model, "--drafts", task.draft.replace(",", "+"), "--prompts", "prompts.jsonl")

@@ -54,6 +54,15 @@ def console(stream: TextIO, no_color: bool, **options: Any) -> Console:
     )
 
 
+def next_step(*words: str) -> None:
+    """Say on stderr what to run next: ``slipstream`` and these words."""
+    import shlex
+
+    import click
+
+    click.echo(f"Next: slipstream {shlex.join(words)}", err=True)
+
+
 @contextmanager
 def working(doing: str, no_color: bool) -> Iterator[None]:
     """Say on a terminal what is being done, as long as it is."""

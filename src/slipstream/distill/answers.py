@@ -3,32 +3,73 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from time import perf_counter
+from typing import TYPE_CHECKING
 
 from slipstream.distill.documents import Document
-from slipstream.errors import InputError
+from slipstream.errors import InputError, SlipstreamError
 from slipstream.models.base import Model
 from slipstream.text import encode
 from slipstream.types import Request, SamplingParams
 
+if TYPE_CHECKING:
+    from slipstream.engine import Engine
 
-def answered(
-    documents: Sequence[Document], target: Callable[[], Model], params: SamplingParams, file: Path
-) -> list[Document]:
-    """The documents, each with an answer; those that have none get one from ``file`` or else from the target.
+#: In the file of answers: the time was over, and what has none is left out.
+_OVER = "over"
+
+
+def answers_to(
+    documents: Sequence[Document],
+    target: Callable[[], Model],
+    params: SamplingParams,
+    file: Path,
+    seconds: float = math.inf,
+) -> dict[str, str]:
+    """Answers by their documents' keys: from ``file``, and what it lacks from the target, in the documents' order.
 
     Answers that the target writes are added to ``file`` (JSON lines) one by one, so none is asked for twice.
+
+    Args:
+        documents: some without an answer.
+        target: asked for only if it is needed.
+        params: of the answers.
+        file: of the answers so far; whether the time was over is in it too.
+        seconds: nothing is asked any more after that; what is being answered then is finished.
+
+    Raises:
+        InputError: a prompt that cannot be answered, or a full disk; the answers so far are in the file.
     """
     kept = _read(file)
+    over = kept.pop(_OVER, None) is not None
     missing = [d for d in documents if not d.answered and d.key not in kept]
-    if missing:
+    if over or not missing:
+        return kept
+    try:
         with file.open("a", encoding="utf-8") as out:
-            for document, text in _ask(missing, target(), params):
+            out.write("\n")  # a line that was cut off stays one by itself
+            asked = 0
+            for document, text in _ask(missing, target(), params, seconds):
+                asked += 1
                 kept[document.key] = text
                 out.write(json.dumps({"key": document.key, "id": document.id, "answer": text}) + "\n")
                 out.flush()
-    done = [d if d.answered else d.answer_with(kept[d.key]) for d in documents]
+            if asked < len(missing):
+                out.write(json.dumps({"key": _OVER, "answer": ""}) + "\n")
+    except OSError as error:
+        raise InputError(
+            f"cannot write {str(file)!r}: {error.strerror or error}; make room and go on with --resume, the answers so "
+            "far are kept"
+        ) from error
+    return kept
+
+
+def with_answers(documents: Sequence[Document], answers: Mapping[str, str]) -> list[Document]:
+    """The documents that have an answer, or get one, and not an empty one."""
+    done = [d if d.answered else d.answer_with(answers.get(d.key, "")) for d in documents]
     return [d for d in done if d.text or d.messages[-1]["content"].strip()]
 
 
@@ -36,7 +77,7 @@ def _read(file: Path) -> dict[str, str]:
     if not file.exists():
         return {}
     kept = {}
-    for line in file.read_text(encoding="utf-8").split("\n"):
+    for line in file.read_text(encoding="utf-8", errors="replace").split("\n"):
         try:
             row = json.loads(line)
             kept[row["key"]] = row["answer"]
@@ -45,7 +86,9 @@ def _read(file: Path) -> dict[str, str]:
     return kept
 
 
-def _ask(documents: Sequence[Document], target: Model, params: SamplingParams) -> Iterator[tuple[Document, str]]:
+def _ask(
+    documents: Sequence[Document], target: Model, params: SamplingParams, seconds: float
+) -> Iterator[tuple[Document, str]]:
     """Each with its answer, as it comes."""
     from slipstream.answers import Setting
     from slipstream.drafters import make_drafter
@@ -56,14 +99,24 @@ def _ask(documents: Sequence[Document], target: Model, params: SamplingParams) -
     setting = Setting(target, make_drafter("suffix", target), Goodput(), target.tokenizer, RULES[0], coupled=False)
     engine = Engine(setting)
     asked: dict[int, Document] = {}
-    for document in documents:
-        try:
-            asked[engine.add(Request(encode(document.messages, target.tokenizer), params))] = document
-        except InputError as error:
-            raise InputError(f"{document.id}: {error}") from error
-    while engine.unfinished:
+    left, end = iter(documents), perf_counter() + seconds
+    while True:
+        while engine.unfinished < engine.limits.requests and perf_counter() < end:
+            document = next(left, None)
+            if document is None:
+                break
+            asked[_added(engine, document, target, params)] = document
+        if not engine.unfinished:
+            return
         for event in engine.step():
             if event.error is not None:
-                raise event.error
+                raise SlipstreamError(f"{asked[event.id].id}: {event.error}") from event.error
             if event.output is not None:
                 yield asked[event.id], event.output.text
+
+
+def _added(engine: Engine, document: Document, target: Model, params: SamplingParams) -> int:
+    try:
+        return engine.add(Request(encode(document.messages, target.tokenizer), params))
+    except InputError as error:
+        raise InputError(f"{document.id}: {error}") from error

@@ -41,6 +41,7 @@ def record(run: Run, result: Result) -> dict[str, Any]:
         "start": {"init": job.init, "source": str(run.start.source)},
         "data": {"sources": job.data, "documents": run.data.documents, "sha256": run.data.hash},
         "settings": job.binding(),
+        "plan": run.plan,
         "steps": result.steps,
         "stopped_early": result.stopped_early,
         "seconds": result.seconds,

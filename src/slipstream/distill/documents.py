@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from random import Random
 from typing import Any
 
 from slipstream.errors import InputError
@@ -94,7 +95,8 @@ def split(documents: Sequence[Document], share: float, seed: int = 0) -> Split:
     training = [d for d in distinct if d.group not in held_out]
     validation = [d for d in distinct if d.group in held_out]
     if training and validation:
-        leaked = {d.id for d in validation if _share_within(d, _lines(training)) >= _COPY}
+        lines = _lines(training)
+        leaked = {d.id for d in validation if _share_within(d, lines) >= _COPY}
         training += [d for d in validation if d.id in leaked]
         validation = [d for d in validation if d.id not in leaked]
     if not training or not validation:
@@ -122,6 +124,13 @@ def given_split(training: Sequence[Document], validation: Sequence[Document]) ->
     if not ours or not theirs:
         raise InputError("training and validation data need one document each at least; give more")
     return Split(tuple(ours), tuple(theirs), len(training) + len(validation) - len(ours) - len(theirs))
+
+
+def order(count: int, seed: int) -> list[int]:
+    """0 to ``count`` - 1 in an order that only ``seed`` decides."""
+    found = list(range(count))
+    Random(seed).shuffle(found)
+    return found
 
 
 def _distinct(documents: Iterable[Document]) -> list[Document]:

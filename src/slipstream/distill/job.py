@@ -13,9 +13,10 @@ from typing import Any
 from slipstream.distill.losses import NAMES
 from slipstream.errors import InputError
 from slipstream.measure.expectation import Costs
+from slipstream.measure.files import write_whole
 
-#: Steps of a run that says neither how many nor how long.
-_STEPS = 500
+#: In the folder of an unfinished run: what a resumed one must have in common with it.
+SETTINGS = "settings.json"
 
 
 @dataclass(frozen=True)
@@ -33,8 +34,8 @@ class Job:
     validation_data: tuple[str, ...] = ()
     validation: float = 0.1
     """Share of the data that is set aside, where no validation data is given."""
-    validation_tokens: int = 8192
-    """Positions that drafts are measured at."""
+    validation_tokens: int | None = None
+    """Positions that drafts are measured at; None: 8192, or fewer in a short run."""
     draft_vocab: int | None = None
     full_vocab: bool = False
     lora: int | None = None
@@ -59,9 +60,10 @@ class Job:
     on_policy: float = 0.0
     keep: int | None = None
     """Of each of the target's distributions keep so many tokens for the next epochs; 0 asks anew each time, None
-    decides by the number of epochs."""
+    decides by how often rows are seen."""
     seed: int = 0
-    evaluate_every: int = 50
+    evaluate_every: int | None = None
+    """Steps; None: 50, or a fifth of all steps if that is less."""
     patience: int = 6
     """Evaluations without a better one after which training ends."""
     temperature: int = 0
@@ -153,41 +155,27 @@ def _check_places(job: Job) -> None:
         raise InputError(f"--out {str(out)!r} is in a folder that does not exist; make the folder first")
     if job.work.exists() and not job.resume:
         raise InputError(f"{str(job.work)!r} holds an unfinished run; go on with --resume, or remove it to start anew")
-    if job.resume and not (job.work / "settings.json").exists():
+    if job.resume and not (job.work / SETTINGS).exists():
         raise InputError(f"there is no unfinished run in {str(job.work)!r}; leave --resume out")
 
 
-def remember(job: Job, facts: Mapping[str, Any]) -> None:
+def remember(file: Path, facts: Mapping[str, Any]) -> None:
     """Write down what a resumed run must have in common with this one, or hold a resumed run against it.
 
     Raises:
-        InputError: a resumed run differs.
+        InputError: a resumed run differs, or there is no room.
     """
-    file, mine = job.work / "settings.json", {**job.binding(), **facts}
-    if file.exists():
-        before = json.loads(file.read_text(encoding="utf-8"))
-        unlike = next((k for k in {**before, **mine} if before.get(k) != mine.get(k)), None)
-        if unlike is not None:
-            raise InputError(
-                f"the unfinished run in {str(job.work)!r} had {unlike} {before.get(unlike)!r}, and this one has "
-                f"{mine.get(unlike)!r}; resume with the same, or remove the folder"
-            )
+    if not file.exists():
+        write_whole(file, lambda partial: partial.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8"))
         return
-    file.write_text(json.dumps(mine, indent=2) + "\n", encoding="utf-8")
-
-
-def steps_for(job: Job, step_seconds: float, target_seconds: float, epoch: float) -> int:
-    """How many steps to make.
-
-    Args:
-        job: says how many, or for how long.
-        step_seconds: of a step without asking the target.
-        target_seconds: of asking it for the rows of a step.
-        epoch: after so many steps the target need not be asked again; infinity if it always must.
-    """
-    if job.minutes is None:
-        return job.steps or _STEPS
-    budget, both = 60 * job.minutes, step_seconds + target_seconds
-    if budget <= epoch * both:
-        return max(1, int(budget / both))
-    return max(1, int(epoch + (budget - epoch * both) / step_seconds))
+    try:
+        before = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise InputError(f"{str(file)!r} is damaged; remove its folder to start anew") from error
+    facts = json.loads(json.dumps(facts))
+    unlike = next((k for k in {**before, **facts} if before.get(k) != facts.get(k)), None)
+    if unlike is not None:
+        raise InputError(
+            f"the unfinished run in {str(file.parent)!r} had {unlike} {before.get(unlike)!r}, and this one has "
+            f"{facts.get(unlike)!r}; resume with the same, or remove the folder"
+        )

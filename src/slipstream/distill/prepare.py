@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import hashlib
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from slipstream.distill import documents as docs
-from slipstream.distill.answers import answered
+from slipstream.distill.answers import answers_to, with_answers
+from slipstream.distill.documents import Document
 from slipstream.distill.job import Job
+from slipstream.distill.schedule import tokens_of_use, tokens_to_measure_at
 from slipstream.distill.student import (
     Start,
     Student,
@@ -34,8 +39,11 @@ from slipstream.types import SamplingParams
 
 #: Fewer positions than these teach or tell nothing.
 _LEAST_TRAINING, _LEAST_VALIDATION = 256, 32
-#: fp32 weights, their gradients, and two moments of the optimiser.
-_TRAINED_BYTES = 16
+#: What the target answered, in the folder of an unfinished run.
+ANSWERS = "answers.jsonl"
+#: Of a weight that is trained: itself, its gradient, two moments, the best one so far (fp32), and all but the gradient
+#: once more while the state is written. Of one that is not: itself, and once more for comparing.
+_TRAINED_BYTES, _FIXED_BYTES = 36, 8
 
 
 @dataclass
@@ -80,12 +88,12 @@ class Data:
     validation: list[Encoded]
     """Windows."""
     documents: dict[str, int]
-    """How many documents are on each side, and how many were copies."""
+    """How many documents are on each side, how many were copies, and how many were left out for what reason."""
     hash: str
 
 
-def read_data(job: Job, target: Target) -> Data:
-    """Read, answer, split, encode.
+def read_data(job: Job, target: Target, say: Callable[[str], None] = lambda _: None) -> Data:
+    """Read, split, answer, encode; of the training text no more than the steps can see.
 
     Raises:
         InputError: too little of it, or none that can be used.
@@ -97,22 +105,38 @@ def read_data(job: Job, target: Target) -> Data:
         sides = docs.given_split(found, docs.read_documents(job.validation_data, job.pattern))
     else:
         sides = docs.split(found, job.validation, job.seed)
-    params = SamplingParams(
-        max_new_tokens=job.answer_tokens, temperature=job.answer_temperature, seed=job.seed, logprobs=None
-    )
-    file = job.work / "answers.jsonl"
-    parts = [answered(side, lambda: target.model, params, file) for side in (sides.training, sides.validation)]
     about = target.description
-    training, validation = (encode_documents(p, about.tokenizer, about.vocab_size, target.name) for p in parts)
-    windows = cut(validation, _window(job, about), job.validation_tokens)
-    counts = [sum(one.count for one in some) for some in (training, windows)]
+    training, validation = _answered(job, sides, target, say)
+    shuffled = [training[i] for i in docs.order(len(training), job.seed)]
+    encoded = encode_documents(shuffled, about.tokenizer, about.vocab_size, target.name, tokens_of_use(job))
+    apart = encode_documents(validation, about.tokenizer, about.vocab_size, target.name)
+    windows = cut(apart, _window(job, about), tokens_to_measure_at(job))
+    counts = [sum(one.count for one in some) for some in (encoded, windows)]
     if counts[0] < _LEAST_TRAINING or counts[1] < _LEAST_VALIDATION:
         raise InputError(
             f"the data has {counts[0]} tokens to learn from and {counts[1]} to measure on, and at least "
             f"{_LEAST_TRAINING} and {_LEAST_VALIDATION} are needed; give more text"
         )
-    numbers = {"training": len(parts[0]), "validation": len(parts[1]), "copies": sides.copies}
-    return Data(training, windows, numbers, fingerprint(training, windows))
+    read = {"training": len(encoded), "validation": len(apart), "copies": sides.copies}
+    left = {"without an answer": len(sides.training) + len(sides.validation) - len(training) - len(validation)}
+    left |= {"not needed": len(training) - len(encoded)}
+    return Data(encoded, windows, read | {name: n for name, n in left.items() if n}, fingerprint(encoded, windows))
+
+
+def _answered(job: Job, sides: docs.Split, target: Target, say: Callable[[str], None]) -> list[list[Document]]:
+    """Both sides' documents with answers; of a run of so many minutes answering takes up to half as long."""
+    both = [*sides.training, *sides.validation]
+    mixed = [both[i] for i in docs.order(len(both), job.seed)]
+    asking = sum(not d.answered for d in mixed)
+    limit = math.inf if job.minutes is None else 30 * job.minutes
+    if asking:
+        time = "" if job.minutes is None else f", for {job.minutes / 2:g} minutes at most"
+        say(f"the target answers {asking:,} prompts{time}")
+    params = SamplingParams(
+        max_new_tokens=job.answer_tokens, temperature=job.answer_temperature, seed=job.seed, logprobs=None
+    )
+    answers = answers_to(mixed, lambda: target.model, params, job.work / ANSWERS, limit)
+    return [with_answers(side, answers) for side in (sides.training, sides.validation)]
 
 
 def make_rows(job: Job, data: Data, target: Target) -> Rows:
@@ -127,8 +151,11 @@ def _window(job: Job, about: Description) -> int:
     return job.length
 
 
-def make_start(job: Job, target: Target, data: Data) -> Start:
-    """The weights to begin with, with the output rows that the draft is to have."""
+def read_base(job: Job, target: Target) -> Start:
+    """The weights to begin with, with all the output rows that they have; refuses what no data could make right."""
+    _window(job, target.description)
+    if job.lora is not None and find_spec("peft") is None:
+        raise InputError("--lora needs the package peft; install it with: pip install peft")
     if job.early_exit is not None:
         total = int(target.description.number("num_hidden_layers"))
         if job.early_exit >= total:
@@ -137,13 +164,19 @@ def make_start(job: Job, target: Target, data: Data) -> Start:
     start = read_start(job.init, target.description)
     if job.draft_vocab is None:
         return start
-    special = _special_ids(target.description)
-    size = len(start.tensors["model.embed_tokens.weight"])
-    if job.draft_vocab < len(special) or job.draft_vocab > size:
-        raise InputError(
-            f"--draft-vocab {job.draft_vocab} is not usable; use {len(special)} (all special tokens) to {size}"
-        )
-    return with_outputs(start, frequent_ids(data.training, job.draft_vocab, special))
+    if start.output_ids is not None:
+        raise InputError("the draft to begin with has a reduced vocabulary already; leave --draft-vocab out")
+    special, size = len(_special_ids(target.description)), len(start.tensors["model.embed_tokens.weight"])
+    if not special <= job.draft_vocab <= size:
+        raise InputError(f"--draft-vocab {job.draft_vocab} is not usable; use {special} (all special tokens) to {size}")
+    return start
+
+
+def make_start(job: Job, target: Target, base: Start, data: Data) -> Start:
+    """``base`` with the output rows that the draft is to have."""
+    if job.draft_vocab is None:
+        return base
+    return with_outputs(base, frequent_ids(data.training, job.draft_vocab, _special_ids(target.description)))
 
 
 def _special_ids(about: Description) -> list[int]:
@@ -181,11 +214,13 @@ def check_memory(job: Job, target: Target, start: Start) -> None:
         return
     about = target.description
     ours = need(about, "fp16" if about.ours else "fp32", Load(job.length, 1, min(job.length, 256)))
-    numbers = sum(t.numel() for t in start.tensors.values()) + start.head.numel()
+    size = _TRAINED_BYTES if job.lora is None and job.early_exit is None else _FIXED_BYTES
+    outputs = job.draft_vocab or len(start.head)
+    numbers = sum(t.numel() for t in start.tensors.values()) + outputs * start.head.shape[1]
     rows = -(-job.batch // job.accumulate)
     wide = 4 * int(start.config["hidden_size"]) + 3 * int(start.config["intermediate_size"])
-    states = rows * job.length * 4 * (wide * int(start.config["num_hidden_layers"]) + 4 * len(start.head))
-    wanted = max(ours.loading, ours.running) + numbers * _TRAINED_BYTES + states
+    states = rows * job.length * 4 * (wide * int(start.config["num_hidden_layers"]) + 4 * outputs)
+    wanted = max(ours.loading, ours.running) + numbers * size + states
     here = memory_here()
     if here is not None and wanted > here:
         raise InputError(

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import shutil
 import signal
+import tempfile
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from io import BytesIO
@@ -15,15 +16,16 @@ from time import perf_counter
 from typing import Any, Protocol
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
-from slipstream.distill.acceptance import Exact, Figures, Kept, figures, gain, predicted, rate
+from slipstream.distill.acceptance import TEMPERATURES, Exact, Figures, Kept, figures, gain, predicted, rate
 from slipstream.distill.board import Board
 from slipstream.distill.costs import measure_costs
-from slipstream.distill.job import Job, check, remember, steps_for
+from slipstream.distill.job import SETTINGS, Job, check, remember
 from slipstream.distill.lens import fit_output_layer
-from slipstream.distill.losses import CROSS_ENTROPY
 from slipstream.distill.prepare import (
+    ANSWERS,
     Data,
     Target,
     check_memory,
@@ -32,8 +34,10 @@ from slipstream.distill.prepare import (
     make_rows,
     make_start,
     make_student,
+    read_base,
     read_data,
 )
+from slipstream.distill.schedule import Plan, measure_pace, plan, told
 from slipstream.distill.student import (
     Start,
     Student,
@@ -41,9 +45,8 @@ from slipstream.distill.student import (
     make_portable,
     merge_adapters,
     save_student,
-    scratch_beside,
 )
-from slipstream.distill.teacher import SIZES, Asking, Keeping, Targets, Teacher
+from slipstream.distill.teacher import SIZES, Asking, Keeping, Teacher
 from slipstream.distill.tokens import Encoded, Rows
 from slipstream.distill.train import Recipe, Step, Trainer
 from slipstream.errors import InputError, SlipstreamError
@@ -51,11 +54,9 @@ from slipstream.measure.bootstrap import Interval
 from slipstream.measure.expectation import Choice, Costs
 from slipstream.measure.files import write_whole
 from slipstream.models.exit_head import save_exit_head
-from slipstream.models.load import load_model
+from slipstream.models.load import load_model, open_draft
 
 _STATE = "state.pt"
-#: What the target says is kept, so many tokens of it at a position, if there are more than so many epochs.
-_KEPT, _EPOCHS = 64, 1.3
 #: Documents whose beginnings tell how a portable output layer has to be.
 _STATES = 32
 
@@ -139,6 +140,22 @@ class _Course:
         return sum(self.best is not None and e.step > self.best.step for e in self.evaluations)
 
 
+@dataclass(frozen=True)
+class Judge:
+    """Holds a draft in training against the target on held-out text."""
+
+    rater: Kept
+    costs: Costs
+    temperature: int
+    """That of the predicted speed-up."""
+
+    def evaluation(self, student: Student, step: int) -> Evaluation:
+        """Of the draft as it is after ``step``."""
+        overlaps = self.rater.overlaps(along(student), student.output_ids)
+        rates = {t: rate(overlaps, t) for t in TEMPERATURES}
+        return Evaluation(step, rates, predicted(overlaps, self.temperature, self.costs))
+
+
 @dataclass
 class Run:
     """A job with everything that its steps need."""
@@ -149,16 +166,11 @@ class Run:
     start: Start
     student: Student
     trainer: Trainer
-    rater: Kept
-    costs: Costs
+    plan: Plan
+    judge: Judge
     course: _Course
     observer: Observer
     board: Board
-
-    @property
-    def temperature(self) -> int:
-        """That of the predicted speed-up."""
-        return self.job.temperature
 
 
 def distill(job: Job, observer: Observer) -> Result:
@@ -174,11 +186,11 @@ def distill(job: Job, observer: Observer) -> Result:
     target = Target(job.target, job.weights, job.device)
     _ = target.description
     fresh = not job.work.exists()
-    job.work.mkdir(exist_ok=True)
+    _make_work(job)
     try:
         run = _prepared(job, target, observer)
     except BaseException:
-        if fresh and not any(f.name in ("settings.json", "answers.jsonl") for f in job.work.iterdir()):
+        if fresh and not any((job.work / name).exists() for name in (_STATE, ANSWERS)):
             shutil.rmtree(job.work)
         raise
     _train(run)
@@ -191,62 +203,80 @@ def distill(job: Job, observer: Observer) -> Result:
     return result
 
 
+def _make_work(job: Job) -> None:
+    try:
+        job.work.mkdir(exist_ok=True)
+    except OSError as error:
+        raise InputError(f"cannot make {str(job.work)!r}: {error.strerror or error}; choose another --out") from error
+    for left in job.work.glob(".*"):  # of a run that was killed while it was writing
+        shutil.rmtree(left) if left.is_dir() else left.unlink()
+
+
 def _prepared(job: Job, target: Target, observer: Observer) -> Run:
     observer.phase("reading the data")
-    data = read_data(job, target)
-    start = make_start(job, target, data)
-    check_memory(job, target, start)
-    numbers = sum(t.numel() for t in start.tensors.values()) + start.head.numel()
-    free_disk(job.out.resolve().parent, numbers * 16)
+    base = read_base(job, target)
+    check_memory(job, target, base)
+    free_disk(job.work, (sum(t.numel() for t in base.tensors.values()) + base.head.numel()) * 16)
+    remember(job.work / SETTINGS, {**job.binding(), "target": target.hash})
+    data = read_data(job, target, observer.phase)
+    remember(job.work / "data.json", {"data": data.hash})
+    start = make_start(job, target, base, data)
     observer.phase("loading the target")
-    student, rows = make_student(job, start), make_rows(job, data, target)
+    rows, saved = make_rows(job, data, target), _saved(job)
     rater = Kept(target.model, data.validation)
     observer.phase("measuring what passes cost")
-    saved = _saved(job)
-    costs = job.costs or (_costs(saved["costs"]) if saved else _measured(job, target, student, data))
+    costs = job.costs or (_costs(saved["costs"]) if saved else _measured(job, target, start, data))
+    student = make_student(job, start)
+    judge = Judge(rater, costs, job.temperature)
     asking = Asking(target.model, start.output_ids, len(start.head))
     if saved is None and is_fitted(job, start):
         observer.phase("fitting the output layer")
         fit_output_layer(student, asking, rows, job.fit)
-    recipe, kept = _plan(job, saved, student, rows, asking)
-    trainer = Trainer(student, rows, kept, recipe)
-    remember(job, {"data": data.hash, "target": target.hash})
-    course = _Course()
-    if saved:
+    if saved is None:
+        chosen, course = _begun(job, judge, Trainer(student, rows, asking, _recipe(job, 1)), observer)
+    else:
+        chosen, course = Plan(**saved["plan"]), _course(saved["course"])
+    rows = rows.first(chosen.rows)
+    trainer = Trainer(
+        student, rows, _teacher(job, asking, chosen, rows, fresh=saved is None), _recipe(job, chosen.steps)
+    )
+    if saved is not None:
         trainer.load(saved["trainer"])
-        course = _course(saved["course"])
-    return Run(job, target, data, start, student, trainer, rater, costs, course, observer, Board(job.logs))
+    return Run(job, target, data, start, student, trainer, chosen, judge, course, observer, Board(job.logs))
+
+
+def _begun(job: Job, judge: Judge, trial: Trainer, observer: Observer) -> tuple[Plan, _Course]:
+    """What is going to be done, and how good the draft is before the first step."""
+    began, pace = perf_counter(), None
+    first = judge.evaluation(trial.student, 0)
+    if job.minutes is not None:
+        observer.phase("timing a step")
+        pace = measure_pace(job, trial, perf_counter() - began)
+    chosen = plan(job, len(trial.rows), pace)
+    observer.phase(told(chosen, job, trial.rows, pace))
+    return chosen, _Course(evaluations=[first], best=first, best_weights=trial.state()["weights"])
 
 
 def _saved(job: Job) -> dict[str, Any] | None:
     file = job.work / _STATE
     if not file.exists():
         return None
-    state: dict[str, Any] = torch.load(file, weights_only=True)
+    try:
+        state: dict[str, Any] = torch.load(file, weights_only=True)
+    except Exception as error:  # of many kinds
+        raise InputError(f"{str(file)!r} is damaged; remove it to start training anew, answers are kept") from error
     return state
 
 
-def _plan(
-    job: Job, saved: dict[str, Any] | None, student: Student, rows: Rows, asking: Teacher
-) -> tuple[Recipe, Teacher]:
-    """How many steps, and whether what the target says is kept."""
-    epoch, keep = len(rows) / min(job.batch, len(rows)), job.keep
-    if saved is not None:
-        steps, keep = saved["steps"], saved["keep"]
-    elif job.minutes is None:
-        steps = steps_for(job, 0, 0, math.inf)
-    else:
-        seconds = _trial(job, Trainer(student, rows, asking, _recipe(job, 1)))
-        steps = steps_for(job, *seconds, math.inf if keep == 0 else epoch)
-    if keep is None:
-        keep = _KEPT if steps > _EPOCHS * epoch and job.loss != CROSS_ENTROPY else 0
-    if not keep:
-        return _recipe(job, steps), asking
-    shape = (len(rows), rows.ids.shape[1], min(keep, len(student.head)))
+def _teacher(job: Job, asking: Asking, chosen: Plan, rows: Rows, *, fresh: bool) -> Teacher:
+    """The target, asked anew each time or kept."""
+    if not chosen.keep:
+        return asking
+    shape = (len(rows), rows.ids.shape[1], min(chosen.keep, asking.rows))
     folder = job.work / "targets"
     if not folder.exists():
         free_disk(job.work, math.prod(shape) * SIZES)
-    return _recipe(job, steps), Keeping(asking, folder, shape, fresh=saved is None)
+    return Keeping(asking, folder, shape, fresh=fresh)
 
 
 def _recipe(job: Job, steps: int) -> Recipe:
@@ -262,42 +292,14 @@ def _recipe(job: Job, steps: int) -> Recipe:
     )
 
 
-def _trial(job: Job, trainer: Trainer) -> tuple[float, float]:
-    """Seconds of a step without the target, and of asking it, from a part of a step."""
-    batch = torch.arange(min(-(-job.batch // job.accumulate), len(trainer.rows)))
-    asking, timed = trainer.teacher, _Timed(trainer.teacher)
-    trainer.teacher = timed
-    for _ in range(2):  # the first one pays for what happens only once
-        timed.seconds = 0.0
-        start = perf_counter()
-        trainer.loss_of(batch).backward()
-        taken = perf_counter() - start
-    trainer.teacher = asking
-    trainer.student.zero_grad(set_to_none=True)
-    share = min(job.batch, len(trainer.rows)) / len(batch)
-    return (taken - timed.seconds) * share, timed.seconds * share
-
-
-@dataclass
-class _Timed:
-    """A teacher with a clock."""
-
-    teacher: Teacher
-    seconds: float = 0.0
-
-    def targets(self, row: int, ids: Sequence[int], positions: Tensor) -> Targets:
-        """The teacher's."""
-        start = perf_counter()
-        found = self.teacher.targets(row, ids, positions)
-        self.seconds += perf_counter() - start
-        return found
-
-
-def _measured(job: Job, target: Target, student: Student, data: Data) -> Costs:
+def _measured(job: Job, target: Target, start: Start, data: Data) -> Costs:
     """Costs with the draft as it is before training: its speed depends on its shape only."""
-    with scratch_beside(job.work / "start") as folder:
-        save_student(student, Path(folder), torch.float32)
-        draft = load_model(folder, weights=job.weights, device=job.device)
+    with _written_in(job) as folder:
+        save_student(Student(start), folder, torch.float32)
+        if job.early_exit is not None:  # it drafts with the target's own weights
+            draft = load_model(folder, weights=job.weights, device=job.device)
+        else:
+            draft = open_draft(folder, weights=job.weights, device=job.device).load()
         return measure_costs(target.model, draft, data.validation[0].ids)
 
 
@@ -307,8 +309,10 @@ def _measured(job: Job, target: Target, student: Student, data: Data) -> Costs:
 def _train(run: Run) -> None:
     trainer, course, job = run.trainer, run.course, run.job
     run.observer.begin(trainer.recipe.steps, trainer.step_number)
-    saved_at = began = perf_counter()
-    before = course.seconds
+    if trainer.step_number == 0:
+        _tell(run, course.evaluations[0], best=True)
+    saved, saved_at = trainer.step_number, perf_counter()
+    before, began = course.seconds, saved_at
     with _stopping() as stopped:
         while trainer.step_number < trainer.recipe.steps and course.since_best < job.patience:
             step = trainer.step()
@@ -316,30 +320,29 @@ def _train(run: Run) -> None:
             course.seconds = before + perf_counter() - began
             run.observer.step(step)
             run.board.add("loss", step.loss, step.number)
-            if step.number % job.evaluate_every == 0 or step.number == trainer.recipe.steps:
+            if step.number % run.plan.every == 0 or step.number == trainer.recipe.steps:
                 _evaluate(run)
             if stopped():
                 _save(run)
                 raise Interrupted(f"interrupted after step {step.number}; go on with the same command and --resume")
             if perf_counter() - saved_at >= 60 * job.checkpoint_minutes:
                 _save(run)
-                saved_at = perf_counter()
-    _save(run)
+                saved, saved_at = step.number, perf_counter()
+    if trainer.step_number > saved:
+        _save(run)
 
 
 def _evaluate(run: Run) -> None:
-    overlaps = run.rater.overlaps(along(run.student), run.start.output_ids)
-    found = Evaluation(
-        run.trainer.step_number,
-        {t: rate(overlaps, t) for t in (0, 1)},
-        predicted(overlaps, run.temperature, run.costs),
-    )
-    course = run.course
+    found, course = run.judge.evaluation(run.student, run.trainer.step_number), run.course
     course.evaluations.append(found)
-    best = found.better_than(course.best, run.temperature)
+    best = found.better_than(course.best, run.judge.temperature)
     if best:
         course.best = found
         course.best_weights = run.trainer.state()["weights"]
+    _tell(run, found, best)
+
+
+def _tell(run: Run, found: Evaluation, best: bool) -> None:
     run.observer.evaluation(found, best)
     for t, value in found.acceptance.items():
         run.board.add(f"acceptance/T={t}", value, found.step)
@@ -382,10 +385,9 @@ def _save(run: Run) -> None:
     """Keep everything that a resumed run needs."""
     course = run.course
     state = {
-        "steps": run.trainer.recipe.steps,
-        "keep": run.trainer.teacher.count if isinstance(run.trainer.teacher, Keeping) else 0,
+        "plan": asdict(run.plan),
         "trainer": run.trainer.state(),
-        "costs": [run.costs.draft_step, dict(run.costs.verify)],
+        "costs": [run.judge.costs.draft_step, dict(run.judge.costs.verify)],
         "course": {
             "curve": [asdict(s) for s in course.curve],
             "evaluations": [asdict(e) for e in course.evaluations],
@@ -449,10 +451,10 @@ def _finish(run: Run) -> Result:
     before, after = exact.compare(both, [run.start.output_ids, student.output_ids])
     result = Result(
         out=job.out,
-        before=figures(before, run.costs),
-        after=figures(after, run.costs),
+        before=figures(before, run.judge.costs),
+        after=figures(after, run.judge.costs),
         gain={t: gain(before, after, t) for t in (0, 1)},
-        costs=run.costs,
+        costs=run.judge.costs,
         steps=run.trainer.step_number,
         stopped_early=run.trainer.step_number < run.trainer.recipe.steps,
         seconds=run.course.seconds,
@@ -473,21 +475,32 @@ def _finish(run: Run) -> Result:
 def _write(run: Run, result: Result, dtype: torch.dtype) -> None:
     from slipstream.distill.card import write_beside
 
+    with _written_in(run.job) as folder:
+        if run.job.early_exit is not None:
+            about = {"target": run.job.target, "sha256": run.target.hash}
+            save_exit_head(exit_head(run.student), folder, about)
+        else:
+            save_student(run.student, folder, dtype)
+        write_beside(folder, run, result)
+        folder.chmod(0o755)
+        folder.rename(run.job.out)
+
+
+@contextmanager
+def _written_in(job: Job) -> Iterator[Path]:
+    """A folder within the unfinished run, for what is complete or of no use.
+
+    Raises:
+        InputError: there is no room; nothing of it is left.
+    """
+    folder = Path(tempfile.mkdtemp(prefix=".", dir=job.work))
     try:
-        with scratch_beside(run.job.out) as scratch:
-            folder = Path(scratch) / run.job.out.name
-            folder.mkdir()
-            if run.job.early_exit is not None:
-                about = {"target": run.job.target, "sha256": run.target.hash}
-                save_exit_head(exit_head(run.student), folder, about)
-            else:
-                save_student(run.student, folder, dtype)
-            write_beside(folder, run, result)
-            folder.rename(run.job.out)
-    except OSError as error:
-        raise InputError(
-            f"cannot write {str(run.job.out)!r}: {error.strerror or error}; make room and go on with --resume"
-        ) from error
+        yield folder
+    except (OSError, SafetensorError) as error:
+        said = (error.strerror if isinstance(error, OSError) else None) or error
+        raise InputError(f"cannot write {str(job.out)!r}: {said}; make room and go on with --resume") from error
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _dtype(start: Start) -> torch.dtype:

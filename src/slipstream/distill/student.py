@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import tempfile
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -67,8 +66,6 @@ def read_start(init: str, target: Description) -> Start:
 
 def with_outputs(start: Start, ids: Sequence[int]) -> Start:
     """The start with rows for ``ids`` only."""
-    if start.output_ids is not None:
-        raise InputError("the draft to begin with has a reduced vocabulary already; leave --draft-vocab out")
     kept = torch.tensor(ids, dtype=torch.long)
     return Start(start.source, start.config, start.tensors, start.head[kept].clone(), kept, tied=False)
 
@@ -138,10 +135,8 @@ def train_fully(student: Student, embeddings: bool) -> None:
 
 def train_adapters(student: Student, rank: int) -> None:
     """LoRA (Hu et al. 2021, arXiv 2106.09685) of every linear layer of the decoder."""
-    try:
-        from peft import LoraConfig, get_peft_model
-    except ImportError as error:
-        raise InputError("--lora needs the package peft; install it with: pip install peft") from error
+    from peft import LoraConfig, get_peft_model
+
     student.requires_grad_(False)
     config = LoraConfig(r=rank, lora_alpha=2 * rank, lora_dropout=0.0, target_modules="all-linear")
     with warnings.catch_warnings():  # peft asks transformers in ways that transformers is giving up
@@ -216,11 +211,6 @@ def save_student(student: Student, folder: Path, dtype: torch.dtype) -> None:
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     for file in sorted(f for pattern in (*_BESIDE, "generation_config.json") for f in start.source.glob(pattern)):
         shutil.copy(file, folder / file.name)
-
-
-def scratch_beside(path: Path) -> tempfile.TemporaryDirectory[str]:
-    """A folder that is moved to ``path`` when it is complete."""
-    return tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent)
 
 
 def _architecture(config: Mapping[str, Any]) -> list[str]:

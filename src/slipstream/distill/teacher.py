@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from slipstream.errors import InputError
 from slipstream.models.base import Model
 
 #: Rows of logits that are in memory at once.
@@ -57,7 +60,7 @@ class Asking:
 
     def __init__(self, model: Model, output_ids: Tensor | None, rows: int) -> None:
         self._ids = output_ids
-        self._rows = rows
+        self.rows = rows
         limited = getattr(model, "with_outputs", None)
         view = limited(output_ids) if limited is not None and output_ids is not None else None
         self._limited = view is not None
@@ -74,7 +77,7 @@ class Asking:
     def _own(self, logits: Tensor) -> Tensor:
         if self._ids is not None and not self._limited:
             return logits[:, self._ids]
-        return logits[:, : self._rows]
+        return logits[:, : self.rows]
 
 
 def chunks(model: Model, ids: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
@@ -93,13 +96,11 @@ class Keeping:
 
     def __init__(self, teacher: Teacher, folder: Path, shape: tuple[int, int, int], *, fresh: bool) -> None:
         """``shape``: rows, positions of a row, outcomes that are kept of each."""
-        mode: Literal["w+", "r+"] = "w+" if fresh else "r+"
         folder.mkdir(exist_ok=True)
         self._teacher = teacher
-        self.count = shape[2]
-        self._outcomes = np.memmap(folder / "outcomes", np.int32, mode, shape=shape)
-        self._log_probs = np.memmap(folder / "log_probs", np.float32, mode, shape=shape)
-        self._done = np.memmap(folder / "done", np.uint8, mode, shape=shape[:1])
+        self._outcomes = _file(folder / "outcomes", np.int32, shape, fresh)
+        self._log_probs = _file(folder / "log_probs", np.float32, shape, fresh)
+        self._done = _file(folder / "done", np.uint8, shape[:1], fresh)
 
     def targets(self, row: int, ids: Sequence[int], positions: Tensor) -> Targets:
         """Over the kept outcomes and "any other"."""
@@ -120,6 +121,22 @@ class Keeping:
             file.flush()
         self._done[row] = 1
         self._done.flush()
+
+
+def _file(path: Path, kind: Any, shape: tuple[int, ...], fresh: bool) -> Any:
+    """An array in a file whose room on the disk is taken at once: a full disk must not show while it is written to."""
+    size = math.prod(shape) * np.dtype(kind).itemsize
+    if fresh or not path.exists() or path.stat().st_size != size:
+        try:
+            with path.open("wb") as opened:
+                os.posix_fallocate(opened.fileno(), 0, size)
+        except OSError as error:
+            path.unlink(missing_ok=True)
+            raise InputError(
+                f"cannot write {str(path)!r}, which takes {size:,} bytes: {error.strerror or error}; make room, choose "
+                "another --out, or give --keep 0"
+            ) from error
+    return np.memmap(path, kind, "r+", shape=shape)
 
 
 #: Bytes that ``Keeping`` takes for an outcome at a position.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -46,13 +47,19 @@ class Rows:
     def __len__(self) -> int:
         return len(self.ids)
 
+    def first(self, count: int) -> Rows:
+        """So many of them."""
+        return Rows(self.ids[:count], self.labels[:count], self.scored[:count])
+
     @property
     def count(self) -> int:
         """How many positions are scored."""
         return int(self.scored.sum())
 
 
-def encode_documents(documents: Sequence[Document], tokenizer: Any, rows: int, name: str) -> list[Encoded]:
+def encode_documents(
+    documents: Sequence[Document], tokenizer: Any, rows: int, name: str, most: float = math.inf
+) -> list[Encoded]:
     """The documents' ids.
 
     Args:
@@ -60,17 +67,25 @@ def encode_documents(documents: Sequence[Document], tokenizer: Any, rows: int, n
         tokenizer: the target's.
         rows: ids from there on cannot be fed.
         name: the target's, for messages.
+        most: enough where they have so many ids together; the documents behind are left out.
 
     Raises:
         InputError: no tokenizer, or conversations and no chat template.
     """
     if tokenizer is None:
         raise InputError(f"{name} has no tokenizer; put its tokenizer.json beside the weights")
-    encoded = [_encode_text(d, tokenizer) if d.text else _encode_chat(d, tokenizer) for d in documents]
-    for one in encoded:
+    encoded: list[Encoded] = []
+    total = 0
+    for document in documents:
+        if total >= most:
+            break
+        one = _encode_text(document, tokenizer) if document.text else _encode_chat(document, tokenizer)
         if any(i >= rows for i in one.ids):
             raise InputError(f"{one.document} holds ids that {name} cannot be fed (it has {rows}); leave it out")
-    return [one for one in encoded if one.count]
+        if one.count:
+            encoded.append(one)
+            total += len(one.ids)
+    return encoded
 
 
 def _encode_text(document: Document, tokenizer: Any) -> Encoded:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -107,9 +106,12 @@ class Trainer:
         self.step_number += 1
         return Step(self.step_number, total, positions, rate)
 
-    def loss_of(self, batch: Tensor) -> Tensor:
-        """The summed loss of some rows, with its graph; nothing is changed."""
-        return self._loss(batch, on_policy=False)
+    def loss_of(self, batch: Tensor, on_policy: bool = False) -> Tensor:
+        """The summed loss of some rows, with its graph; no weights and no random numbers are used up."""
+        before = self._generator.get_state()
+        found = self._loss(batch, on_policy)
+        self._generator.set_state(before)
+        return found
 
     def state(self) -> dict[str, Any]:
         """All that ``load`` needs."""
@@ -166,9 +168,3 @@ class Trainer:
     def _distance(measure: Any, targets: Targets, own: Tensor) -> Tensor:
         distance: Tensor = measure(targets.log_probs, targets.seen_by(own)).sum()
         return distance
-
-
-def steps(trainer: Trainer) -> Iterator[Step]:
-    """The steps that are left."""
-    while trainer.step_number < trainer.recipe.steps:
-        yield trainer.step()

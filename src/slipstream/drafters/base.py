@@ -6,14 +6,15 @@ A third party adds one by writing these two small classes; nothing else in Slips
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
+import torch
 from torch import Tensor
 
 from slipstream.models.base import Cache, Model, feed
-from slipstream.sampling import Sampler
-from slipstream.types import Draft
+from slipstream.sampling import Ahead, Sampler
+from slipstream.types import Draft, DraftEnd
 
 Outcome = TypeVar("Outcome")
 
@@ -43,6 +44,27 @@ class Read:
     cache: Any
     num_logits: int = 1
     """Of how many of the last tokens logits are wanted, (num_logits, V)."""
+
+
+@dataclass
+class Drawn:
+    """A draft in the making."""
+
+    tokens: list[int] = field(default_factory=list)
+    rows: list[Tensor] = field(default_factory=list)
+    confidence: list[float] = field(default_factory=list)
+
+    def add(self, ahead: Ahead, token: int) -> None:
+        """``token`` is what came of ``ahead``."""
+        self.tokens.append(token)
+        self.confidence.append(ahead.confidence)
+        if not isinstance(ahead.of, int):
+            self.rows.append(ahead.of)
+
+    def draft(self, ended: DraftEnd) -> Draft:
+        """All of it; ``ended``: why there is no more."""
+        probs = torch.stack(self.rows) if self.rows else None
+        return Draft(tuple(self.tokens), probs, ended, confidence=tuple(self.confidence))
 
 
 #: Drafting, interrupted at each pass: yields it, is sent its logits, returns the draft.

@@ -11,10 +11,7 @@ from math import nan
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from slipstream.drafters.base import Gate
+from slipstream.drafters.base import Drawn, Gate
 from slipstream.errors import InputError
 from slipstream.models.base import Cache, Model
 from slipstream.models.exit_head import ExitHead, read_exit_head
@@ -75,32 +72,28 @@ class EarlyExitSession:
         if cache is None or cache.length != len(tokens) - 1 or k <= 0:
             return Draft()
         cache.truncate(cache.length)  # nothing of an earlier draft is left
-        drafted: list[int] = []
-        rows: list[Tensor] = []
-        sure: list[float] = []
-        ended: DraftEnd = "limit"
-        while len(drafted) < k:
-            if self._stops(len(drafted), nan):
-                ended = "controller"
+        drawn = Drawn()
+        return drawn.draft(self._draw(tokens, cache, k, drawn))
+
+    def _draw(self, tokens: Sequence[int], cache: Cache, k: int, drawn: Drawn) -> DraftEnd:
+        """Add up to ``k`` tokens to ``drawn``; why there are no more."""
+        target = self._drafter.target
+        while len(drawn.tokens) < k:
+            if self._stops(len(drawn.tokens), nan):
+                return "controller"
+            context = [*tokens, *drawn.tokens]
+            if context[-1] >= target.embedding_size:
                 break
-            new = drafted[-1] if drafted else tokens[-1]
-            if new >= target.embedding_size:
-                break
-            logits = target.exit_early([new], cache, self._drafter.layers, head=self._drafter.head)
+            logits = target.exit_early(context[-1:], cache, self._drafter.layers, head=self._drafter.head)
             if bool(logits.isnan().any()):
                 break
-            q = self._sampler.probs(logits, [*tokens, *drafted])[0]
-            confidence = float(q.max())
-            if self._stops(len(drafted), confidence):
-                ended = "controller"
-                break
-            drafted.append(self._sampler.draw(q, len(tokens) + len(drafted)))
-            rows.append(q)
-            sure.append(confidence)
-            if drafted[-1] in self._sampler.stop_ids:
+            ahead = self._sampler.ahead(logits, context)
+            if self._stops(len(drawn.tokens), ahead.confidence):
+                return "controller"
+            drawn.add(ahead, self._sampler.take(ahead, len(context)))
+            if drawn.tokens[-1] in self._sampler.stop_ids:
                 break  # nothing is ever kept after it
-        probs = None if self._sampler.greedy or not rows else torch.stack(rows)
-        return Draft(tuple(drafted), probs, ended=ended, confidence=tuple(sure))
+        return "limit"
 
     def _stops(self, drafted: int, confidence: float) -> bool:
         return self.gate is not None and not self.gate(drafted, confidence)

@@ -5,16 +5,15 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass, field
 from math import nan
 
 import torch
 from torch import Tensor
 
-from slipstream.drafters.base import DraftSession, Gate, Read, Steps, run
+from slipstream.drafters.base import DraftSession, Drawn, Gate, Read, Steps, run
 from slipstream.errors import ForbiddenError, ModelError
 from slipstream.models.base import Cache, Model
-from slipstream.sampling import Sampler
+from slipstream.sampling import Ahead, Sampler
 from slipstream.types import Draft, DraftEnd
 
 #: A sample to try cheaper arithmetic on, and how much of the distributions must agree for it to be worth its errors.
@@ -128,15 +127,14 @@ class DrawingSession:
         if self._suspended or k <= 0 or not own:
             return Draft()
         self._roll_back(own)
-        drawn = _Drawn()
+        drawn = Drawn()
         ended: DraftEnd = "limit"
         try:
             ended = yield from self._draw(context, own, k, drawn)
         except ModelError as error:
             self._suspended = True
             warnings.warn(f"drafting with {self._model.name} is suspended for this request: {error}", stacklevel=2)
-        probs = torch.stack(drawn.rows) if drawn.rows and not self._sampler.greedy else None
-        return Draft(tuple(drawn.tokens), probs, ended, confidence=tuple(drawn.confidence))
+        return drawn.draft(ended)
 
     def lend(self, new_cache: Callable[[Model], Cache]) -> None:
         """Start anew with a cache from ``new_cache``."""
@@ -157,7 +155,7 @@ class DrawingSession:
         return len(own) - 1 - len(self._fed)
 
     def _draw(
-        self, tokens: Sequence[int], own: Sequence[int], k: int, drawn: _Drawn
+        self, tokens: Sequence[int], own: Sequence[int], k: int, drawn: Drawn
     ) -> Generator[Read, Tensor, DraftEnd]:
         """Add up to ``k`` tokens to ``drawn``; why there are no more."""
         while len(drawn.tokens) < k:
@@ -165,18 +163,13 @@ class DrawingSession:
                 return "controller"
             after = [*own, *map(self._own_id, drawn.tokens)]
             logits = self._target_logits((yield from self._read(after)))
-            q = None if logits is None else self._probs(logits, [*tokens, *drawn.tokens])
-            if logits is None or q is None:
+            ahead = None if logits is None else self._ahead(logits, [*tokens, *drawn.tokens])
+            if ahead is None:
                 return "vocabulary"
-            # At temperature 0 every q is sure of itself, so ask the logits.
-            confidence = float(torch.softmax(logits[0], dim=-1).max() if self._sampler.greedy else q.max())
-            if self._stops(len(drawn.tokens), confidence):
+            if self._stops(len(drawn.tokens), ahead.confidence):
                 return "controller"
-            token = self._sampler.draw(q, len(tokens) + len(drawn.tokens))
-            drawn.tokens.append(token)
-            drawn.rows.append(q)
-            drawn.confidence.append(confidence)
-            if token in self._sampler.stop_ids:
+            drawn.add(ahead, self._sampler.take(ahead, len(tokens) + len(drawn.tokens)))
+            if drawn.tokens[-1] in self._sampler.stop_ids:
                 break  # nothing is ever kept after it
         return "limit"
 
@@ -197,10 +190,10 @@ class DrawingSession:
         """Logits (1, V) over the target's ids; None if the draft's next token is hardly one of them."""
         return _over_target_ids(logits, self._vocab) if self._map is None else self._map(logits)
 
-    def _probs(self, logits: Tensor, tokens: Sequence[int]) -> Tensor | None:
-        """q (V,) after ``tokens``; None if the request forbids every id that the draft could propose."""
+    def _ahead(self, logits: Tensor, tokens: Sequence[int]) -> Ahead | None:
+        """The next token after ``tokens``; None if the request forbids every id that the draft could propose."""
         try:
-            return self._sampler.probs(logits, tokens)[0]
+            return self._sampler.ahead(logits, tokens)
         except ForbiddenError:  # also behind tokens of other drafters that a grammar does not allow
             if not bool(logits.amax().isfinite()):
                 raise
@@ -241,15 +234,6 @@ class DrawingSession:
     def _known(self, ids: Sequence[int]) -> list[int]:
         """The target may emit an id that is padding in its vocabulary and has no row in the draft's embedding."""
         return [min(t, self._model.embedding_size - 1) for t in ids]
-
-
-@dataclass
-class _Drawn:
-    """A draft in the making."""
-
-    tokens: list[int] = field(default_factory=list)
-    rows: list[Tensor] = field(default_factory=list)
-    confidence: list[float] = field(default_factory=list)
 
 
 class ModelSession(DrawingSession):

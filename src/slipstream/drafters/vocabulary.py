@@ -17,8 +17,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from slipstream.drafters.base import DraftSession, Read
-from slipstream.drafters.model import DrawingSession, ModelDrafter, OutputMap, _Drawn
+from slipstream.drafters.base import DraftSession, Drawn, Read
+from slipstream.drafters.model import DrawingSession, ModelDrafter, OutputMap
 from slipstream.errors import InputError
 from slipstream.models.base import Model
 from slipstream.models.spelling import Spelling
@@ -101,7 +101,7 @@ class SharedSession(DrawingSession):
         self._agreed = 0
 
     def _draw(
-        self, tokens: Sequence[int], own: Sequence[int], k: int, drawn: _Drawn
+        self, tokens: Sequence[int], own: Sequence[int], k: int, drawn: Drawn
     ) -> Generator[Read, Tensor, DraftEnd]:
         if not self._transcript.complete:
             return "vocabulary"
@@ -137,7 +137,7 @@ class StringSession(SharedSession):
         self._rows: Tensor | None = getattr(drafter.model, "output_ids", None)
 
     def _draw(
-        self, tokens: Sequence[int], own: Sequence[int], k: int, drawn: _Drawn
+        self, tokens: Sequence[int], own: Sequence[int], k: int, drawn: Drawn
     ) -> Generator[Read, Tensor, DraftEnd]:
         """As long as the target's tokens are fewer than ``k``, at most ``k`` of the draft's."""
         if not self._transcript.complete:

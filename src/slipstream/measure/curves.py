@@ -23,6 +23,7 @@ from slipstream.fields import from_json, to_json
 from slipstream.measure.bandwidth import weight_bytes
 from slipstream.measure.costs import synchronize
 from slipstream.measure.files import write_whole
+from slipstream.measure.ledger import Ledger
 from slipstream.measure.machine import describe_machine, package_version
 from slipstream.models.base import Item, Model, feed, forward_each
 from slipstream.models.registry import cache_folder
@@ -34,7 +35,7 @@ FOLDER = ".costs"
 ROWS: tuple[int, ...] = (*range(1, 10), 12, 16, 20, 24, 28, 32)
 BATCHES = (1, 2, 4, 8, 16, 32)
 #: Of batches, rows of each sequence that are measured; more rows in all than so many are predicted.
-_BATCH_ROWS = (1, 2, 3, 5, 9)
+_BATCH_ROWS = (1, 2, 3, 4, 5, 9)
 MOST_ROWS = 96
 #: All sequences but the first are at most so long, since reading them takes longer than what is measured.
 _BATCH_CONTEXT = 64
@@ -301,29 +302,73 @@ class Timing:
         prefill = {n: median(some) for n, some in self.prefill.items() if some}
         return Curve(key_of(model), model.name, context, tuple(cells), prefill, how, created)
 
+    def add(self, other: Timing) -> None:
+        """Count another's times too."""
+        for cell, seconds in other.cells.items():
+            self.cells[cell] += seconds
+        for count, seconds in other.prefill.items():
+            self.prefill[count] += seconds
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Turns that are on disk as soon as they are over, so that an interrupt loses one turn at most."""
+
+    ledger: Ledger
+    name: str
+
+    def __contains__(self, turn: int) -> bool:
+        return self._name(turn) in self.ledger
+
+    def turn(self, turn: int) -> Timing:
+        """What one turn took."""
+        cells, prefill = self.ledger[self._name(turn)]
+        return Timing({(n, b): [seconds] for n, b, seconds in cells}, {n: [seconds] for n, seconds in prefill})
+
+    def keep(self, turn: int, took: Timing) -> None:
+        """Remember it."""
+        cells = [[n, b, seconds] for (n, b), [seconds] in took.cells.items()]
+        self.ledger.put(self._name(turn), [cells, [[n, seconds] for n, [seconds] in took.prefill.items()]])
+
+    def _name(self, turn: int) -> str:
+        return f"{self.name} turn {turn}"
+
 
 def measure_curve(
-    model: Model, tokens: Sequence[int], context: int, cells: Sequence[tuple[int, int]], turns: int = TURNS
+    model: Model,
+    tokens: Sequence[int],
+    context: int,
+    cells: Sequence[tuple[int, int]],
+    turns: int = TURNS,
+    kept: Kept | None = None,
 ) -> Generator[str, None, Timing]:
     """Time all ``cells`` turn by turn, each turn beginning at another one; tells what comes next.
 
-    The first turn is not counted: it pays for what happens only once.
+    The first turn is not counted: it pays for what happens only once. Turns that ``kept`` has are not run again.
     """
     timing = Timing({cell: [] for cell in cells}, {n: [] for n in PREFILL if _fits(model, n)})
+    missing = [turn for turn in range(turns) if kept is None or turn not in kept]
     yield f"{model.name}: reading {context} tokens"
-    probes = passes(model, tokens, context, cells)
-    for turn in range(-1, turns):
+    probes = passes(model, tokens, context, cells) if missing else []
+    for turn in (-1, *range(turns)):
         yield f"{model.name}: {'warm-up' if turn < 0 else f'turn {turn + 1} of {turns}'}"
-        for i in range(len(probes)):
-            probe = probes[(i + turn) % len(probes)]
-            taken = probe.seconds()
+        if turn >= 0 and turn not in missing:
+            assert kept is not None
+            timing.add(kept.turn(turn))
+        elif missing:
+            took = _one_turn(model, tokens, probes, turn, list(timing.prefill) if turn in (-1, 0, turns - 1) else [])
             if turn >= 0:
-                timing.cells[probe.rows, probe.batch].append(taken)
-        for count, some in timing.prefill.items():
-            if turn in (-1, 0, turns - 1):
-                taken = prefill_seconds(model, tokens, count)
-                some.extend([taken] * (turn >= 0))
+                timing.add(took)
+                if kept is not None:
+                    kept.keep(turn, took)
     return timing
+
+
+def _one_turn(model: Model, tokens: Sequence[int], probes: Sequence[Pass], turn: int, prompts: Sequence[int]) -> Timing:
+    """Every pass once, and reading each of ``prompts``."""
+    order = [probes[(i + turn) % len(probes)] for i in range(len(probes))]
+    cells = {(probe.rows, probe.batch): [probe.seconds()] for probe in order}
+    return Timing(cells, {count: [prefill_seconds(model, tokens, count)] for count in prompts})
 
 
 def _fits(model: Model, count: int) -> bool:

@@ -68,6 +68,14 @@ def _memory() -> int | None:
         return None
 
 
+def memory_bytes(device: str) -> int | None:
+    """Bytes of memory of a device; None if it is not here."""
+    if device.split(":")[0] == "cpu":
+        return _memory()
+    here = device.startswith("cuda") and torch.cuda.is_available()
+    return int(torch.cuda.get_device_properties(device).total_memory) if here else None
+
+
 def _accelerator(device: torch.device) -> str | None:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)

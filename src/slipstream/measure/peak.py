@@ -6,10 +6,14 @@ import json
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _STATUS = Path("/proc/self/status")
 _INTERVAL = 0.002
@@ -24,6 +28,7 @@ class Trial:
     context: int
     k: int
     device: str = "cpu"
+    batch: int = 1
 
 
 @dataclass(frozen=True)
@@ -48,12 +53,12 @@ def measure_peak(trial: Trial) -> Peak | str:
 
 
 def _run(trial: Trial) -> Peak:
-    """Load, fill caches to ``context``, verify k + 1 tokens; in this process."""
+    """Load, fill the caches of the batch to ``context``, verify k + 1 tokens of each; in this process."""
     import gc
 
     import torch
 
-    from slipstream.models.base import feed
+    from slipstream.models.base import Item, feed, forward_each
     from slipstream.models.heap import return_freed
     from slipstream.models.load import open_checkpoint
     from slipstream.models.native.build import library
@@ -69,14 +74,26 @@ def _run(trial: Trial) -> Peak:
     with _watching(device) as most:
         program = most[0]
         models = [checkpoint.load() for checkpoint in opened]
-        caches = [model.new_cache() for model in models]
-        for model, cache in reversed(list(zip(models, caches, strict=True))):
+        held: list[object] = []
+        for model in reversed(models):
+            caches = [model.new_cache() for _ in range(trial.batch)]
+            held.append(caches)
             tokens = [i % model.embedding_size for i in range(trial.context)]
-            feed(model, tokens, cache, 0)
-            cache.truncate(max(0, trial.context - trial.k - 1))
+            for cache in caches:
+                feed(model, tokens, cache, 0)
+                cache.truncate(max(0, trial.context - trial.k - 1))
             rows = trial.k + 1 if model is models[0] else 1
-            model.forward(tokens[-rows:], cache, rows).double().softmax(-1)
+            rows_of_all = _passed(forward_each(model, [Item(tuple(tokens[-rows:]), cache, rows) for cache in caches]))
+            (torch.cat(rows_of_all) if trial.batch > 1 else rows_of_all[0]).double().softmax(-1)
     return Peak(most[0] - program, program)
+
+
+def _passed(found: Sequence[Tensor | Exception]) -> list[Tensor]:
+    """Logits of every sequence, or the first error."""
+    for one in found:
+        if isinstance(one, Exception):
+            raise one
+    return [one for one in found if not isinstance(one, Exception)]
 
 
 @contextmanager

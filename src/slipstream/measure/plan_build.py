@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import inf
 from statistics import mean
 from typing import Any
@@ -13,6 +13,7 @@ from slipstream.drafters import Drafter
 from slipstream.measure import expectation
 from slipstream.measure.acceptance import RULES, Rule
 from slipstream.measure.bootstrap import Interval, bootstrap_ratio
+from slipstream.measure.footprint import as_text
 from slipstream.measure.planning import (
     PLAIN,
     Gathered,
@@ -26,13 +27,15 @@ from slipstream.measure.planning import (
 )
 from slipstream.measure.prediction import (
     KS,
+    WORTH,
     Decision,
     Limits,
     Option,
     Prediction,
     decide,
-    load_curves,
+    full_batch,
     predict,
+    under_load,
 )
 from slipstream.measure.replay import Walk, walk
 from slipstream.measure.texts import Text, has_model, members_of
@@ -59,8 +62,12 @@ class Wish:
     """Of draft models, by path."""
     target: str
     threads: int | None
-    memory: tuple[int, int | None] | None = None
-    """Bytes that are needed at most, and that there are."""
+    notes: tuple[str, ...] = ()
+    """What else is to be known."""
+    needs: Mapping[str, int] = field(default_factory=dict)
+    """Bytes that the target needs together with a draft, by draft, where that can be told."""
+    memory: int | None = None
+    """Bytes that there are."""
 
 
 # --- acceptance -------------------------------------------------------------------------------------------------------
@@ -148,7 +155,8 @@ def options(subject: Subject, found: Gathered, wish: Wish) -> list[Option]:
         some, at = cases(subject, found, name), costs_at(found, drafter)
         by_batch = {b: {k: predict(some, k, batched(found, drafter, at, b)) for k in KS} for b in wish.batches}
         usual = mean(c.prompt + c.tokens / 2 for c in some)
-        listed.append(Option(name, by_batch, at(usual), some, _fits(wish), has_model(drafter)))
+        shared = {b: batched(found, drafter, at, b)(usual) for b in wish.batches}
+        listed.append(Option(name, by_batch, at(usual), some, _lacks(name, wish), has_model(drafter), shared))
     return listed
 
 
@@ -160,8 +168,12 @@ def _by_model(drafter: Drafter) -> bool:
     return len(members_of(drafter)) == 1 and has_model(drafter)
 
 
-def _fits(wish: Wish) -> bool:
-    return wish.memory is None or wish.memory[1] is None or wish.memory[0] <= wish.memory[1]
+def _lacks(name: str, wish: Wish) -> str | None:
+    """Why a draft does not fit; None if it does, or if nobody knows."""
+    needed = wish.needs.get(name)
+    if needed is None or wish.memory is None or needed <= wish.memory:
+        return None
+    return f"{as_text(needed)} are needed with it, and there are {as_text(wish.memory)}"
 
 
 def estimate(interval: Interval, how: str) -> p.Estimate:
@@ -220,11 +232,13 @@ class Made:
 
 
 def make_plan(subject: Subject, found: Gathered, wish: Wish, about: Mapping[str, Any], turns: int) -> Made:
-    """The plan, yet without a validation; ``about`` has created, slipstream, machine, notes."""
+    """The plan, yet without a validation; ``about`` has created, slipstream, machine."""
     listed = options(subject, found, wish)
     decision = decide(listed, wish.limits)
+    notes = [f"{o.draft} does not fit: {o.lacks}." for o in listed if o.lacks is not None]
     plan = p.Plan(
         **about,
+        notes=(*notes, *wish.notes),
         target=_target(subject, wish),
         drafts=tuple(_draft(name, wish, found, subject) for name in subject.drafters),
         asked=_asked(subject, found, wish),
@@ -236,9 +250,17 @@ def make_plan(subject: Subject, found: Gathered, wish: Wish, about: Mapping[str,
         costs=tuple(_costs(found, o, turns) for o in listed),
         batches=_batches(decision, wish),
         load=load(decision, wish),
-        memory_bytes=None if wish.memory is None else p.Estimate(float(wish.memory[0]), "predicted from shapes"),
+        memory_bytes=_memory(decision, wish),
     )
     return Made(plan, decision, listed)
+
+
+def _memory(decision: Decision, wish: Wish) -> p.Estimate | None:
+    """Of the target and the best draft, or the heaviest if none is left."""
+    if not wish.needs:
+        return None
+    draft = decision.option.draft if decision.option is not None else None
+    return p.Estimate(float(wish.needs.get(draft or "", max(wish.needs.values()))), "predicted from shapes")
 
 
 def _target(subject: Subject, wish: Wish) -> p.Target:
@@ -321,10 +343,11 @@ def _batches(decision: Decision, wish: Wish) -> tuple[p.BatchPoint, ...]:
         return ()
     points = []
     for batch in wish.batches:
-        best = option.best(batch, throughput=True)
-        pays = best.speed_up.value > 1
+        best = option.best(batch, wish.limits.throughput)
+        gain = best.speed_up if wish.limits.throughput else best.whole
+        pays = gain.value > 1 + WORTH  # as for the verdict
         how = SPEED if batch == 1 else _BATCH
-        up = estimate(best.speed_up, how) if pays else p.Estimate(1.0, how)
+        up = estimate(gain, how) if pays else p.Estimate(1.0, how)
         points.append(p.BatchPoint(batch, option.draft, best.k if pays else 0, up))
     return tuple(points)
 
@@ -332,16 +355,16 @@ def _batches(decision: Decision, wish: Wish) -> tuple[p.BatchPoint, ...]:
 def load(decision: Decision, wish: Wish) -> p.Load | None:
     """Latency under load of the best draft, if there is one."""
     option, best = decision.option, decision.prediction
-    if option is None or best is None or best.k not in option.by_batch.get(1, {}):
+    found = None if option is None or best is None else under_load(option, best, wish.limits)
+    if option is None or found is None:
         return None
-    full = max(wish.batches)
-    plain, fast = load_curves(option.by_batch[full][best.k], option.by_batch[1][best.k], full)
+    plain, fast = found
     crossing = expectation.crossing_rate(plain, fast)
     curves = [
         p.LoadCurve(p.Estimate(c.idle_seconds, _LOAD), p.Estimate(c.capacity_seconds, _LOAD)) for c in (plain, fast)
     ]
     known = None if crossing is None or crossing == inf else p.Estimate(crossing, _LOAD)
-    return p.Load(curves[0], curves[1], known)
+    return p.Load(curves[0], curves[1], known, full_batch(option, wish.limits))
 
 
 def validation(made: Made, subject: Subject, found: Gathered, points: Sequence[Point]) -> p.Validation | None:
@@ -363,11 +386,25 @@ def validation(made: Made, subject: Subject, found: Gathered, points: Sequence[P
     return p.Validation(option.draft, best.k, whole, abs(whole.error) <= WITHIN, tuple(by_category))
 
 
+def contradiction(plan: p.Plan) -> list[str]:
+    """What is to be said if the short real run does not bear the prediction out."""
+    if plan.validation is None or plan.validation.within:
+        return []
+    seen = plan.validation.overall
+    said = (
+        f"The short real run measured {seen.measured.value:.2f}x where {seen.predicted.value:.2f}x was predicted "
+        f"({seen.error:+.0%}): go by the measurement, or make the plan anew while the machine is quiet."
+    )
+    if plan.verdict.action == "speculate" and seen.measured.value < 1:
+        said += " As measured, speculation does not pay."
+    return [said]
+
+
 def checked(category: str, predicted: Interval, points: Sequence[Point]) -> p.Checked:
     """One prediction beside its measurement."""
     some = collapsed(points)
     measured = bootstrap_ratio([one.plain for one in some], [one.fast for one in some])
-    how = f"measured here: {len(points)} answers to {len(some)} prompts, plain and speculative in turn"
+    how = f"measured here: {len(points)} answers to {len(some)} prompts, one at a time, plain and speculative in turn"
     return p.Checked(
         category, estimate(predicted, SPEED), estimate(measured, how), predicted.value / measured.value - 1
     )

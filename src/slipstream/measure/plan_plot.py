@@ -61,9 +61,13 @@ def _of(plan: Plan) -> dict[str, list[Candidate]]:
     return {draft: sorted(some, key=lambda c: c.k) for draft, some in found.items()}
 
 
+def _at(plan: Plan) -> str:
+    return f", batch {plan.asked.batch}" if plan.asked.batch > 1 else ""
+
+
 def _speed_up(plan: Plan, name: Name) -> Any:
     figure, axes = _axes(
-        "Speed-up against k (predicted; bands: 95 % over prompts)", "draft tokens in a round, k", "speed-up"
+        f"Speed-up against k (predicted{_at(plan)}; bands: 95 % over prompts)", "draft tokens in a round, k", "speed-up"
     )
     for number, (draft, some) in enumerate(_of(plan).items()):
         colour, ks = _COLOURS[number % len(_COLOURS)], [c.k for c in some]
@@ -75,17 +79,18 @@ def _speed_up(plan: Plan, name: Name) -> Any:
     if checked is not None:
         axes.plot(
             checked.k, checked.overall.measured.value, marker="*", markersize=13, color="black", linestyle="none",
-            label="measured",
+            label="measured" if plan.asked.batch == 1 else "measured, one at a time",
         )  # fmt: skip
     axes.legend(frameon=False)
     return figure
 
 
 def _time(plan: Plan, name: Name) -> Any:
-    figure, axes = _axes("Where the time of a token goes (predicted, best k)", "milliseconds a token", "")
+    figure, axes = _axes(f"Where the time of a token goes (predicted, best k{_at(plan)})", "milliseconds a token", "")
     rows = [max(some, key=lambda c: c.speed_up.value) for some in _of(plan).values()]
     labels = [f"{name(c.draft)}, k = {c.k}" for c in rows]
-    plain = next((c.plain_step.value for c in plan.costs), 0.0)
+    # A candidate's time and speed-up together give plain's time at its batch.
+    plain = next((c.seconds_per_token.value * c.speed_up.value for c in rows), 0.0)
     values = [("verify", "#0072b2", [c.verify_seconds for c in rows] + [plain])]
     values.append(("draft", "#e69f00", [c.draft_seconds for c in rows] + [0.0]))
     values.append(("draft reads the prompt", "#999999", [c.prompt_seconds for c in rows] + [0.0]))
@@ -111,6 +116,7 @@ def _positions(plan: Plan, name: Name) -> Any:
         above = [max((q.high if q.high is not None else q.value) - q.value, 0.0) for q in a.positions]
         colour = _COLOURS[number % len(_COLOURS)]
         axes.errorbar(places, values, yerr=[below, above], marker="o", capsize=3, color=colour, label=name(a.draft))
+    axes.set_xticks(range(1, max((len(a.positions) for a in some), default=1) + 1))
     axes.set_ylim(0, 1.02)
     axes.legend(frameon=False)
     return figure

