@@ -62,13 +62,17 @@ class CascadeSession:
     def __init__(self, drafter: CascadeDrafter, sampler: Sampler) -> None:
         self._names = [one.name for one in drafter.drafters]
         self._sessions: list[Any] = [one.start(sampler) for one in drafter.drafters]
-        self._min_confidence = drafter.min_confidence
+        self._set = drafter.min_confidence is not None
+        self._least = MIN_CONFIDENCE if drafter.min_confidence is None else drafter.min_confidence
         self._stop_ids = sampler.stop_ids
         self._unsure = False
         self._refused = False
         self._passed = False
-        self.copies = any(getattr(session, "copies", False) for session in self._sessions)
+        copying = [getattr(session, "copies", False) for session in self._sessions]
+        self.copies = any(copying)
         """Whether some of the tokens cost nothing."""
+        self.copying = {name for name, copies in zip(self._names, copying, strict=True) if copies}
+        """Whose they are."""
 
     @property
     def latest(self) -> int | None:
@@ -88,6 +92,16 @@ class CascadeSession:
     def draft_after(self, tokens: Sequence[int], drafted: Sequence[int], k: int) -> Draft:
         """The same behind ``drafted`` tokens of other drafters, which may yet be rejected."""
         return run(self.steps(tokens, drafted, k))
+
+    def copied(self, tokens: Sequence[int], k: int, *, sure: bool) -> Draft:
+        """Up to ``k`` tokens of the first drafter, if it copies; with ``sure``, those that a draft would begin with."""
+        if self._names[0] not in self.copying:
+            return Draft()
+        session = self._sessions[0]
+        least = self._least if sure else 0.0
+        session.gate = lambda _, confidence, *_source: confidence >= least
+        draft: Draft = session.draft(tokens, k)
+        return replace(draft, sources=draft.sources or (self._names[0],) * len(draft.tokens))
 
     def steps(self, tokens: Sequence[int], drafted: Sequence[int], k: int) -> Steps:
         """``draft_after``, a pass at a time."""
@@ -172,9 +186,9 @@ class CascadeSession:
 
     def _preferred(self, confidence: float, source: str, following: str) -> bool:
         """Whether ``source`` is sure enough of a token that ``following`` need not be asked."""
-        if self._min_confidence is None and self.prefer is not None:
+        if not self._set and self.prefer is not None:
             return self.prefer(confidence, source, following)
-        return confidence >= (MIN_CONFIDENCE if self._min_confidence is None else self._min_confidence)
+        return confidence >= self._least
 
 
 def joined(pieces: Sequence[Draft]) -> Draft:
