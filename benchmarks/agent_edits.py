@@ -1,6 +1,6 @@
 """An agent edits one file ten times: what a store of earlier requests gains over none.
 
-    python benchmarks/agent_edits.py MODEL [--draft suffix] [-k 8] [-n 512] [--out benchmarks/results/agent-edits.json]
+    python benchmarks/agent_edits.py MODEL [--draft suffix] [-k adaptive] [-n 512] [--out FILE]
 
 Each request is a chat prompt with the file and one change to make, and asks for the whole file. The ten requests are
 answered once without a store, then twice with one: the first pass fills it, the second is what is quoted, request by
@@ -124,7 +124,7 @@ def main() -> None:
     parser.add_argument("--draft", default="suffix", help="suffix, or suffix,MODEL")
     parser.add_argument("--weights", default="auto")
     parser.add_argument("--draft-weights", default="auto")
-    parser.add_argument("-k", type=int, default=8)
+    parser.add_argument("-k", type=lambda k: int(k) if k.isdecimal() else k, default="adaptive")
     parser.add_argument("-n", "--max-new-tokens", type=int, default=512)
     parser.add_argument("--requests", type=int, default=len(EDITS), help="the first of the ten")
     parser.add_argument("--lines", type=int, default=80, help="length of the file")

@@ -21,7 +21,7 @@ from slipstream.controller import make_policy
 from slipstream.decode import Proposal
 from slipstream.drafters.base import Drafter
 from slipstream.errors import InputError
-from slipstream.goodput import MOST, BatchController, Goodput
+from slipstream.goodput import MOST, BatchController, Goodput, Offer
 from slipstream.job import Job
 from slipstream.lockstep import Passes, together
 from slipstream.models.base import ROWS, forward_each
@@ -287,11 +287,13 @@ class Engine:
         """Decide on k for those who have a round. If its draft model has missed much, that comes first."""
         rooms = {job: min(job.decoder.room(job.progress), MOST) for job in plan.deciding if job.adapts}
         rooms = {job: room for job, room in rooms.items() if room}
-        plan.copied = {job: self._copied(job, room, plan) for job, room in rooms.items() if job.copies}
-        controllers = [cast(BatchController, job.decoder.controller) for job in rooms]
-        pairs = zip(controllers, rooms.items(), strict=True)
-        offers = [one.offer(room, plan.copied.get(job)) for one, (job, room) in pairs]
         others = sum(plan.reading.values()) + len(plan.deciding) - len(rooms)
+        controllers = [cast(BatchController, job.decoder.controller) for job in rooms]
+        offers = [Offer(()) for _ in rooms]
+        if rooms and self._goodput.may_pay(len(rooms), others):
+            plan.copied = {job: self._copied(job, room, plan) for job, room in rooms.items() if job.copies}
+            pairs = zip(controllers, rooms.items(), strict=True)
+            offers = [one.offer(room, plan.copied.get(job)) for one, (job, room) in pairs]
         self._goodput.choose(controllers, offers, others)
         chosen = {job: one.k for job, one in zip(rooms, controllers, strict=True)}
         for job in list(plan.deciding):

@@ -21,6 +21,8 @@ MOST = 16
 PROBE = 32
 #: What a request knows of acceptance when it begins counts for so many tokens.
 _PRIOR_WEIGHT = 8.0
+#: What drafts must bring at best to be looked for.
+_LEAST_GAIN = 1.05
 #: A pass of a draft model, in passes of the target, until one is measured.
 _STEP = 0.15
 
@@ -234,6 +236,15 @@ class Goodput:
             controller.choose(k, offer)
         if any(offer.drafts for offer in offers):
             self.pays = any(k > free for k, free in zip(ks, copied, strict=True))
+
+    def may_pay(self, requests: int, others: int) -> bool:
+        """Whether drafts could be worth the rows of ``requests``, if every token of them stood.
+
+        Where they could not, arithmetic is the limit, and even to look for copies takes time that nothing brings back.
+        """
+        rows = requests + others
+        plain = requests / self._verify.of(rows)
+        return any((requests + n) / self._verify.of(rows + n) > _LEAST_GAIN * plain for n in range(1, 2 * MOST + 1))
 
     def took(self, rows: int, seconds: float) -> None:
         """A pass of the target over ``rows`` took so long."""
