@@ -29,6 +29,8 @@ from slipstream.types import Draft, Round, SamplingParams
 #: Rows of verifications that are timed, 1 being a plain step; and draft lengths.
 ROWS = (1, 2, 3, 4, 5, 6, 7, 9, 11, 13, 17)
 LENGTHS = (1, 2, 4, 8)
+#: The same where each length has verifications of its own.
+OWN_LENGTHS = (1, 2, 3, 4, 6, 8, 16)
 TURNS = 7
 _PLENTY = 10**6
 
@@ -159,7 +161,7 @@ def time_rounds(timing: Timing, into: Timed) -> Iterator[str]:
 
 def _time_drafts(place: Place, timing: Timing, into: Timed, *, keep: bool) -> None:
     own = isinstance(timing.drafter, EarlyExitDrafter)
-    for k in LENGTHS:
+    for k in OWN_LENGTHS if own else LENGTHS:
         done = place.round(k)
         if not keep or not (done.num_drafted or isinstance(timing.drafter, SuffixDrafter)):
             continue
