@@ -91,8 +91,7 @@ class RoundCosts:
         """
         verify = {n: seconds * (batch if alone and n > 1 else target(n)) for n, seconds in self.verify.items()}
         copied = {n: seconds * target(n) for n, seconds in self.copied.items()}
-        each = (self.call * batch, self.step * draft, self.read * batch, self.prompt * batch)
-        return RoundCosts(verify, *each, copied)
+        return RoundCosts(verify, self.call * batch, self.step * draft, self.read * batch, self.prompt * batch, copied)
 
 
 def between(short: tuple[int, RoundCosts], long: tuple[int, RoundCosts]) -> Callable[[float], RoundCosts]:
@@ -110,7 +109,8 @@ def between(short: tuple[int, RoundCosts], long: tuple[int, RoundCosts]) -> Call
         curves = ((low.verify, high.verify), (low.copied, high.copied))
         verify, copied = ({n: mixed(x[n], y[n]) for n in x if n in y} for x, y in curves)
         names = ("call", "step", "read", "prompt")
-        return RoundCosts(verify, *(mixed(getattr(low, name), getattr(high, name)) for name in names), copied)
+        call, step, read, prompt = (mixed(getattr(low, name), getattr(high, name)) for name in names)
+        return RoundCosts(verify, call, step, read, prompt, copied)
 
     return at
 
