@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -24,16 +24,15 @@ PARAMS = SamplingParams(max_new_tokens=50, ignore_eos=True, temperature=0, seed=
 
 
 class Rows:
-    """Counts rows times layers, and passes; reads as a clock."""
+    """A clock that counts rows times layers; on a busy machine, ``pace`` times as many."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 0.0
-        self.passes = 0
+        self.pace = 1.0
         run = LlamaModel._run
 
         def counted(model: LlamaModel, x: Any, span: Any, num_logits: int) -> Any:
-            self.now += len(x) * (span.last - span.first)
-            self.passes += 1
+            self.now += len(x) * (span.last - span.first) * self.pace
             return run(model, x, span, num_logits)
 
         monkeypatch.setattr(LlamaModel, "_run", counted)
@@ -103,6 +102,31 @@ def assert_same_cost(predicted: Times, rounds: Sequence[Round], rows: float, *, 
     """How long a draft gets behind a wrong token is known of those only that do not look at how sure they are."""
     assert predicted.rounds.drafted == pytest.approx(sum(r.num_drafted for r in rounds), rel=1e-9 if exact else 0.1)
     assert predicted.fast == pytest.approx(rows, rel=1e-9 if exact else 0.1)
+
+
+def test_a_machine_that_is_busy_in_some_turns_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A draft whose turns fell into busy moments was compared with plain steps of quiet ones."""
+    clock, model = Rows(monkeypatch), make_target()
+    subject = subject_of(model, drafters(model, 0.7))
+    quiet = gathered(subject)
+    timing = planning.time_rounds
+
+    def busy(timed: Any, into: Any) -> Iterator[str]:
+        turns = timing(timed, into)
+        while True:
+            clock.pace = 1.0 if timed.verifies else 3.0
+            said = next(turns, None)
+            clock.pace = 1.0
+            if said is None:
+                return
+            yield said
+
+    monkeypatch.setattr(planning, "time_rounds", busy)
+    found = gathered(subject)
+    for drafter in subject.drafters.values():
+        expected, costs = (planning.costs_at(one, drafter)(30) for one in (quiet, found))
+        assert costs.step == pytest.approx(expected.step)
+        assert dict(costs.verify) == pytest.approx(dict(expected.verify))
 
 
 def test_requests_that_exit_early_share_no_passes_in_a_batch(monkeypatch: pytest.MonkeyPatch, kernels: str) -> None:

@@ -238,14 +238,14 @@ def costs_at(found: Gathered, drafter: Drafter) -> CostsAt:
 
 
 def _together(found: Gathered, drafter: Drafter, place: int, plain: RoundCosts) -> RoundCosts:
-    parts = [found.rounds[one.name][place][1] for one in members_of(drafter)]
+    parts = [found.rounds[one.name][place][1].paced(plain.plain) for one in members_of(drafter)]
     models = [p for p, one in zip(parts, members_of(drafter), strict=True) if not isinstance(one, SuffixDrafter)]
     copying = sum(p.call + p.step for p in parts if p not in models)
-    own = next((p.verify for p in models if p.verify), {})
-    common = found.rounds[DRAWN][place][1].verify if models and DRAWN in found.rounds else plain.verify
+    own = next((p.verify for p in models if len(p.verify) > 1), {})
+    drawn = found.rounds[DRAWN][place][1].paced(plain.plain) if models and DRAWN in found.rounds else plain
     # A copier is asked again behind each token of a model.
     return RoundCosts(
-        verify={**(own or common), 1: plain.plain},
+        verify={**(own or drawn.verify), 1: plain.plain},
         call=sum(p.call for p in models) + copying,
         step=(mean(p.step for p in models) + copying) if models else 0.0,
         read=sum(p.read for p in models),

@@ -80,6 +80,13 @@ class RoundCosts:
         verify = {n: seconds / self.plain for n, seconds in self.verify.items()}
         return expectation.Costs(self.step / self.plain, verify)
 
+    def paced(self, plain: float) -> RoundCosts:
+        """The same on a machine whose plain step takes ``plain``; as it is if its own is not known."""
+        share = plain / self.verify[1] if self.verify.get(1) else 1.0
+        verify, copied = ({n: seconds * share for n, seconds in some.items()} for some in (self.verify, self.copied))
+        call, step, read, prompt = (seconds * share for seconds in (self.call, self.step, self.read, self.prompt))
+        return RoundCosts(verify, call, step, read, prompt, copied)
+
     def scaled(self, batch: int, target: Callable[[int], float], draft: float, *, alone: bool = False) -> RoundCosts:
         """The same where ``batch`` requests share every pass.
 
