@@ -35,7 +35,7 @@ from slipstream.types import Output, Request
 
 def answer(setting: Setting, requests: Sequence[Request]) -> tuple[list[Output], float]:
     """The answers to all requests at once, and the seconds that they took; no prefixes are kept."""
-    engine = Engine(setting, Limits(requests=len(requests), prefix=0))
+    engine = Engine(setting, Limits(requests=len(requests), rows=64, prefix=0))
     start = perf_counter()
     outputs = engine.answers(requests)
     return outputs, perf_counter() - start

@@ -67,10 +67,11 @@ class Known:
 def run(own: ServerProcess, known: Known, given: argparse.Namespace) -> tuple[dict[str, Any], Done]:
     """Warm up with a tenth, then the rest."""
     first = given.requests // 10
-    warm = asyncio.run(soak(own.url, known, requests=first, clients=given.clients, seed=0))
+    often = {"clients": given.clients, "seconds": given.seconds}
+    warm = asyncio.run(soak(own.url, known, requests=first, seed=0, **often))
     before = own.rss()
     start = perf_counter()
-    done = asyncio.run(soak(own.url, known, requests=given.requests - first, clients=given.clients, seed=1))
+    done = asyncio.run(soak(own.url, known, requests=given.requests - first, seed=1, **often))
     seconds = perf_counter() - start
     done.faults += warm.faults
     done.sent += warm.sent
@@ -90,6 +91,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=10_000)
     parser.add_argument("--clients", type=int, default=64)
+    parser.add_argument("--seconds", type=float, default=300.0, help="after which an answer counts as lost")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:

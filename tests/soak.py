@@ -64,11 +64,11 @@ class Done:
     """What was not as it should be."""
 
 
-async def soak(url: str, known: Known, *, requests: int, clients: int, seed: int) -> Done:
-    """Send ``requests`` in all; every answer has to be the one to its own request."""
+async def soak(url: str, known: Known, *, requests: int, clients: int, seed: int, seconds: float = 300.0) -> Done:
+    """Send ``requests`` in all; every answer has to be the one to its own request, and be there in ``seconds``."""
     done = Done()
     limits = httpx.Limits(max_connections=clients, max_keepalive_connections=clients)
-    async with httpx.AsyncClient(base_url=url, timeout=300, limits=limits, trust_env=False) as http:
+    async with httpx.AsyncClient(base_url=url, timeout=seconds, limits=limits, trust_env=False) as http:
         numbers = iter(range(requests))
         each = [_Client(http, known, random.Random(seed * 1000 + i)) for i in range(clients)]
         await asyncio.gather(*(one.work(numbers, done) for one in each))

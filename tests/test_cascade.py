@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
 import runpy
 from collections.abc import Callable, Sequence
+from math import nan
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from fakes import (
 )
 from slipstream import Draft, InputError, SamplingParams, SpeculativeDecoding
 from slipstream.cli import drafts
+from slipstream.controller import Adaptive, Played
 from slipstream.drafters import NAMES, CascadeDrafter, ModelDrafter, NoDrafter, SuffixDrafter, make_drafter
 from slipstream.drafters.cascade import joined
 from slipstream.sampling import Sampler
@@ -114,6 +117,73 @@ def test_why_a_cascade_ends() -> None:
     assert ended(copier((3, [0.9] * 9)), writer(), gate=lambda n, c, _: n < 2) == ((1, 1), "controller")
     assert ended(copier((3, [0.9])), writer(), gate=lambda n, c, _: n < 3) == ((1, 2, 2), "controller")
     assert ended(copier((3, [0.9])), writer(), gate=lambda n, c, _: c > 0.5) == ((1,), "controller")
+
+
+class Passing(Scripted):
+    """Asks before each of its tokens whether a pass is worth it, as a model does."""
+
+    def draft_after(self, tokens: Sequence[int], drafted: Sequence[int], k: int) -> Draft:
+        if self.gate is not None and not self.gate(0, nan):
+            return Draft(ended="controller")
+        return super().draft_after(tokens, drafted, k)
+
+
+def passing() -> Passing:
+    return Passing("model", lambda text: [(2, 0.3)] * 20)
+
+
+def test_what_was_copied_less_surely_stands_in_for_a_model_that_is_not_worth_a_pass() -> None:
+    """With a useless model a cascade copied less than the copier alone, since its copies had to beat the model's."""
+    asked: list[tuple[int, float]] = []
+
+    def gate(number: int, sure: float, source: str = "", /) -> bool:
+        asked.append((number, sure))
+        return sure > 0.4  # not NaN
+
+    one = CascadeDrafter([copier((3, [0.9, 0.5, 0.45, 0.3]), (4, [0.5, 0.45, 0.3])), passing()]).start(sampler())
+    one.gate = gate
+    draft = one.draft([5, 6, 7], 6)
+    assert (draft.tokens, draft.sources) == ((1, 1, 1), ("copier",) * 3)
+    assert [number for number, sure in asked] == [0, 1, 1, 2, 3]
+
+
+def test_a_model_that_drafted_is_not_followed_by_unsure_copies() -> None:
+    one = CascadeDrafter([copier((4, [0.6])), passing()]).start(sampler())
+    one.gate = lambda number, sure, _: number == 0
+    assert one.draft([5, 6, 7], 6).tokens == (2,)
+
+
+def test_how_sure_a_copy_has_to_be_follows_the_model() -> None:
+    """0.7 whatever the model: half as much would do for one that is hardly ever right."""
+    told: list[tuple[float, str, str]] = []
+
+    def prefer(sure: float, source: str, other: str, /) -> bool:
+        told.append((sure, source, other))
+        return sure > 0.4
+
+    made = [CascadeDrafter([copier((3, [0.9, 0.5, 0.3])), writer()], min_confidence=m) for m in (None, 0.7)]
+    sessions = [one.start(sampler()) for one in made]
+    for session in sessions:
+        session.prefer = prefer
+    assert [session.draft([5, 6, 7], 3).tokens for session in sessions] == [(1, 1, 2), (1, 2, 2)]
+    assert told == [(0.9, "copier", "writer"), (0.5, "copier", "writer"), (0.3, "copier", "writer")]
+
+
+@pytest.mark.parametrize("right", [0.1, 0.9])
+def test_a_controller_prefers_copies_to_a_model_that_is_seldom_right(right: float) -> None:
+    luck = random.Random(0)
+    controller = Adaptive().start(CascadeDrafter([copier(), writer()]).start(sampler()), "both", **ALONE)
+    for length in range(20, 320, 2):
+        if not controller.ask(8, length):  # a plain pass is due, to know what one costs
+            controller.learn(Played(length, 0, Draft(), 0, (3,), 0.0, 1.0))
+            continue
+        stands = luck.random() < right
+        draft = Draft((2,), confidence=(0.5,), sources=("writer",))
+        controller.learn(Played(length, 8, draft, 1, (2, 3) if stands else (3,), 0.1, 1.0))
+    assert controller.prefers(0.5, "copier", "writer") == (right < 0.5)
+
+
+ALONE: dict[str, Any] = {"repeatable": False, "isolated": True}
 
 
 def test_the_gate_hears_the_place_in_the_whole_draft() -> None:

@@ -511,7 +511,13 @@ def test_client_gets_errors_as_exceptions(parrot: Served) -> None:
 # --- refusals ---------------------------------------------------------------------------------------------------------
 
 CHAT, TEXTS = "/v1/chat/completions", "/v1/completions"
+IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    (CHAT, {"messages": [{"role": "user", "content": [IMAGE]}]}, "messages.0.content.0.type"),
+    (CHAT, {"messages": [{"role": "user", "content": 5}]}, "messages.0.content is"),
+    (CHAT, {"stop": ["a", 1]}, "stop.1 is"),
+    (CHAT, {"tool_choice": {"type": "function", "function": {"nam": "f"}}}, "tool_choice.function.name"),
+    (CHAT, {"prediction": {"type": "content", "content": "ab" * 2000}}, "prediction has 4000 tokens"),
     *((CHAT, {name: value}, name) for name, value in [
         ("foo", 1), ("audio", {}), ("functions", []), ("function_call", "auto"), ("metadata", {}), ("store", True),
         ("reasoning_effort", "low"), ("service_tier", "flex"), ("modalities", ["audio"]), ("verbosity", "low"),
@@ -577,6 +583,13 @@ def test_what_is_no_request(parrot: Served, body: bytes) -> None:
     response = httpx.post(parrot.url + CHAT, content=body, headers={"Content-Type": "application/json"})
     assert response.status_code == 400
     assert response.json()["error"]["message"]
+
+
+def test_a_body_that_is_not_said_to_be_json(parrot: Served) -> None:
+    """As curl sends it, if not told otherwise: it was said to be no JSON object, which it is."""
+    response = httpx.post(parrot.url + CHAT, content=b'{"messages": []}', headers={"Content-Type": "text/plain"})
+    assert response.status_code == 400
+    assert "Content-Type: application/json" in response.json()["error"]["message"]
 
 
 def test_lone_surrogates_are_refused(parrot: Served) -> None:

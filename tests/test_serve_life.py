@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -287,3 +288,91 @@ def test_options_that_cannot_be(checkpoint: Path, options: list[str], said: str)
     result = CliRunner().invoke(cli, ["serve", str(checkpoint), *options])
     assert result.exit_code == 2, result.output
     assert said in result.output
+
+
+# --- another draft ----------------------------------------------------------------------------------------------------
+
+
+def renewals(server: Process) -> dict[str, int]:
+    text = httpx.get(server.url + "/metrics", timeout=30).text
+    found = re.findall(r'slipstream_draft_renewals_total{outcome="(\w+)"} (\d+)', text)
+    return {outcome: int(count) for outcome, count in found}
+
+
+def drafted(server: Process) -> tuple[str, Any]:
+    """What is answered, and how the model's drafts fared."""
+    body = {**LONG, "max_tokens": 60, "temperature": 0, "speculation": {"k": 3, "statistics": True}}
+    document = httpx.post(server.url + CHAT, json=body, timeout=60).json()
+    return document["choices"][0]["message"]["content"], document["speculation"]["acceptance_rate"]
+
+
+def test_sighup_opens_the_draft_again(checkpoint: Path, tmp_path: Path) -> None:
+    """The same folder, by then another model: who is there finishes with the old one, and answers stay the same.
+
+    A folder that cannot be used leaves the old draft where it is.
+    """
+    draft, other = tmp_path / "draft", tmp_path / "other"
+    save_checkpoint(draft, parrot_tokenizer(), seed=5, num_hidden_layers=1, max_position_embeddings=2048)
+    exact = ("--weights", "fp32", "--draft-weights", "fp32")
+    with process(checkpoint, "--draft", str(draft), *exact) as server:
+        answer, before = drafted(server)
+        assert renewals(server) == {"renewed": 0, "failed": 0}
+        body = {**LONG, "max_tokens": 900, "temperature": 0, "stream": True, "speculation": {"k": 3}}
+        with httpx.stream("POST", server.url + CHAT, json=body, timeout=60) as response:
+            lines = response.iter_lines()
+            next(lines)
+            draft.rename(other)
+            shutil.copytree(checkpoint, draft)
+            server.process.send_signal(signal.SIGHUP)
+            wait_for(lambda: renewals(server)["renewed"] == 1, 60)
+            assert [line for line in lines if line][-1] == "data: [DONE]"
+        assert drafted(server) == (answer, pytest.approx(1.0, abs=0.05))  # the target itself
+        assert before < 0.5
+        (draft / "model.safetensors").write_bytes(b"broken")
+        for number in (1, 2):
+            server.process.send_signal(signal.SIGHUP)
+            wait_for(lambda number=number: renewals(server)["failed"] == number, 60)  # type: ignore[misc]
+        assert drafted(server) == (answer, pytest.approx(1.0, abs=0.05))
+        told = [line for line in server.log if "could not be opened again" in line]
+        assert len(told) == 2
+        assert "Traceback" not in "".join(server.log)
+        shutil.rmtree(draft)
+        other.rename(draft)
+        server.process.send_signal(signal.SIGHUP)
+        wait_for(lambda: renewals(server)["renewed"] == 2, 60)
+        assert drafted(server) == (answer, before)
+        server.process.send_signal(signal.SIGTERM)
+        assert server.end(30) == 0
+
+
+def test_sighup_without_a_draft_that_could_change(checkpoint: Path) -> None:
+    with process(checkpoint, "--draft", "suffix") as server:
+        server.process.send_signal(signal.SIGHUP)
+        wait_for(lambda: any("no draft to open again" in line for line in server.log))
+        assert httpx.get(server.url + "/ready").status_code == 200
+
+
+def test_a_terminal_that_is_closed_ends_the_server(checkpoint: Path) -> None:
+    """SIGHUP says so too; it is no wish for another draft, and nobody could stop the server any more."""
+    import fcntl
+    import os
+    import termios
+
+    master, slave = os.openpty()
+    command = [sys.executable, "-c", PROGRAM, "serve", str(checkpoint), "--port", "0", "--memory", "64MB"]
+    found = subprocess.Popen(
+        command,
+        stdin=slave,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+    )
+    os.close(slave)
+    assert found.stderr is not None
+    with found:
+        for line in found.stderr:
+            if "running on http" in line:
+                break
+        os.close(master)
+        assert found.wait(60) == 0

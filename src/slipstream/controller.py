@@ -426,6 +426,14 @@ class AdaptiveController:
         self._left_out = rate
         return False
 
+    def prefers(self, confidence: float, source: str, other: str, /) -> bool:
+        """Whether to take a token from ``source``, which needs no pass, rather than to ask ``other``, which does."""
+        if self._outlook is None:
+            return True
+        # What it says itself, since only tokens that were taken tell how often it is right when it is less sure.
+        right = (self._of(source).given(confidence) + confidence) / 2
+        return right >= self._of(other).level
+
     def keep(self, draft: Draft) -> int:
         """How many tokens of a one-hot draft to verify: as many as have the best outlook together."""
         outlook = self._outlook

@@ -101,6 +101,8 @@ class Decoder:
         self.share(progress)
         if self.controller.gated and hasattr(self.session, "gate"):
             self.session.gate = self.controller.goes_on
+            if hasattr(self.session, "prefer"):
+                self.session.prefer = getattr(self.controller, "prefers", None)
         return progress
 
     def share(self, progress: Progress) -> None:

@@ -7,11 +7,12 @@ it, draft models draft for all requests in lock step. Requests join and leave be
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from threading import Lock
 from time import perf_counter
-from typing import cast
+from typing import TypeVar, cast
 
 from torch import Tensor
 
@@ -23,16 +24,17 @@ from slipstream.errors import InputError
 from slipstream.goodput import MOST, BatchController, Goodput
 from slipstream.job import Job
 from slipstream.lockstep import Passes, together
-from slipstream.models.base import forward_each
+from slipstream.models.base import ROWS, forward_each
 from slipstream.sampling import validate
 from slipstream.seats import Limits, Seats, models_of
 from slipstream.types import Draft, Event, Output, Request
 
-#: Rows that are left for reading prompts however many requests are decoding.
-_LEAST_READING = 16
+Key = TypeVar("Key", bound=Hashable)
+
+#: Of the rows for prompts, one in so many is for the oldest request that is reading, however many short ones come.
+_OLDEST = 3
 #: A draft model that has missed more than this reads it part by part first.
 _LITTLE = 16
-
 #: Tokens that a draft model reads in a step of a draft: its own latest one, and those it has not seen.
 _A_FEW = 3
 
@@ -47,6 +49,8 @@ class _Plan:
     """Those that read so many more tokens first."""
     catching_up: dict[Job, int]
     """Those whose draft models do."""
+    copied: dict[Job, Draft] = field(default_factory=dict)
+    """What some have copied."""
     asked: dict[Job, int] = field(default_factory=dict)
     """How many tokens each is to draft."""
     proposals: dict[Job, Proposal] = field(default_factory=dict)
@@ -93,8 +97,11 @@ class Engine:
         self.setting = setting
         self.limits = limits or Limits()
         self.seats = Seats(setting.target, models_of(setting.drafter), self.limits)
+        self._rows = self.limits.rows or int(getattr(setting.target, "prompt_rows", ROWS))
         self._goodput = setting.policy if isinstance(setting.policy, Goodput) else Goodput()
         self._lock, self._stepping = Lock(), Lock()
+        self._former: set[int] = set()
+        """Draft models that were swapped for others, by id."""
         self._added: deque[Job] = deque()
         self._aborted: set[int] = set()
         self._open: set[int] = set()
@@ -114,13 +121,7 @@ class Engine:
         check_prompt(request.prompt, self.setting.target)
         with self._lock:  # so that both are of the same draft
             setting, arenas = self.setting, self.seats.arenas
-        if request.k is not None:
-            setting = replace(setting, policy=make_policy(request.k))
-        if request.drafter is not None:
-            known = models_of(setting.drafter)
-            if any(all(model is not one for one in known) for model in models_of(request.drafter)):
-                raise InputError("drafter= of a request drafts with a model that the engine has no memory for")
-            setting = replace(setting, drafter=request.drafter)
+        setting = self._own(request, setting)
         decoder, answer = setting.start(tuple(request.prompt), request.params, request.index)
         if decoder.max_length > self.seats.positions:
             raise InputError(
@@ -133,6 +134,19 @@ class Engine:
             self._added.append(Job(self._count, request, decoder, answer, progress, arenas))
             self._open.add(self._count)
             return self._count
+
+    def _own(self, request: Request, setting: Setting) -> Setting:
+        """What ``request`` changes in it."""
+        if request.k is not None:
+            setting = replace(setting, policy=make_policy(request.k))
+        if request.drafter is None:
+            return setting
+        known = models_of(setting.drafter)
+        foreign = [model for model in models_of(request.drafter) if all(model is not one for one in known)]
+        if any(id(model) not in self._former for model in foreign):
+            raise InputError("drafter= of a request drafts with a model that the engine has no memory for")
+        # One that was made of a draft that has been swapped since: the present one does as well.
+        return setting if foreign else replace(setting, drafter=request.drafter)
 
     def abort(self, request: int) -> bool:
         """End a request with the next step; False if it is over already."""
@@ -150,7 +164,9 @@ class Engine:
         """
         with self._lock:
             self.seats.renew(models_of(drafter))
+            self._former |= set(map(id, models_of(self.setting.drafter)))
             self.setting = replace(self.setting, drafter=drafter)
+            self._goodput.forget_drafts()
 
     def answers(self, requests: Sequence[Request]) -> list[Output]:
         """The outputs of ``requests``, in their order; the first failure is raised, and ends everything.
@@ -257,15 +273,12 @@ class Engine:
     # --- planning -----------------------------------------------------------------------------------------------------
 
     def _planned(self) -> _Plan:
-        """Who reads how much of what it has missed, the shortest first; who has missed nothing has a round."""
+        """Who reads how much of what it has missed; who has missed nothing has a round."""
         missing = {job: job.missing for job in self._running}
         plan = _Plan([job for job in self._running if missing[job] <= 0], {}, {})
-        behind = sorted((job for job in self._running if missing[job] > 0), key=lambda job: missing[job])
-        left = max(self.limits.rows - len(plan.deciding), _LEAST_READING)
-        for done, job in enumerate(behind):
-            count = min(missing[job], max(1, left // (len(behind) - done)))
-            plan.reading[job] = count
-            left -= count
+        behind = {job: count for job, count in missing.items() if count > 0}
+        plan.reading = shares(behind, max(self._rows, len(plan.deciding)))
+        for job, count in plan.reading.items():
             if not job.adapts or self._goodput.pays:
                 plan.catching_up[job] = count
         return plan
@@ -274,35 +287,37 @@ class Engine:
         """Decide on k for those who have a round. If its draft model has missed much, that comes first."""
         rooms = {job: min(job.decoder.room(job.progress), MOST) for job in plan.deciding if job.adapts}
         rooms = {job: room for job, room in rooms.items() if room}
-        copied = {job: self._copied(job, room, plan) for job, room in rooms.items() if job.copies}
-        controllers, rates = [], []
-        for job, room in rooms.items():
-            controller = cast(BatchController, job.decoder.controller)
-            controllers.append(controller)
-            rates.append(controller.rates(room, copied.get(job)))
+        plan.copied = {job: self._copied(job, room, plan) for job, room in rooms.items() if job.copies}
+        controllers = [cast(BatchController, job.decoder.controller) for job in rooms]
+        pairs = zip(controllers, rooms.items(), strict=True)
+        offers = [one.offer(room, plan.copied.get(job)) for one, (job, room) in pairs]
         others = sum(plan.reading.values()) + len(plan.deciding) - len(rooms)
-        self._goodput.choose(controllers, rates, others, free=len(copied) == len(rooms))
+        self._goodput.choose(controllers, offers, others)
+        chosen = {job: one.k for job, one in zip(rooms, controllers, strict=True)}
         for job in list(plan.deciding):
+            if job in plan.copied and chosen[job] <= len(plan.copied[job].tokens):
+                self._propose_copies(job, plan)
+                continue
             try:
-                if job in copied:
-                    plan.proposals[job] = job.decoder.cut(copied[job], rooms[job])
-                elif k := job.decoder.ask(job.progress):
+                if k := job.decoder.ask(job.progress):
                     plan.asked[job] = k
             except Exception as error:
                 plan.fail(job, error)
         self._let_catch_up(plan)
 
     def _let_catch_up(self, plan: _Plan) -> None:
-        behind = []
+        behind: dict[Job, int] = {}
         for job in list(plan.asked):
             try:
-                if job.draft_behind() > _LITTLE:
-                    behind.append(job)
+                if (missed := job.draft_behind()) > _LITTLE:
+                    behind[job] = missed
             except Exception as error:
                 plan.fail(job, error)
+        plan.catching_up |= shares(behind, max(self._rows, _LITTLE))
         for job in behind:
             del plan.asked[job]
-            plan.catching_up[job] = max(_LEAST_READING, self.limits.rows // len(behind))
+            if job in plan.copied:
+                self._propose_copies(job, plan)
             if not job.adapts:  # it has to draft, lest what it answers depend on when others came
                 plan.deciding.remove(job)
 
@@ -310,12 +325,19 @@ class Engine:
         """What it would copy, if all of it were to be verified."""
         start = perf_counter()
         try:
-            return job.decoder.session.draft(job.tokens, room)
+            return job.copied(room)
         except Exception as error:
             plan.fail(job, error)
             return Draft()
         finally:
             job.draft_seconds += perf_counter() - start
+
+    @staticmethod
+    def _propose_copies(job: Job, plan: _Plan) -> None:
+        try:
+            plan.proposals[job] = job.decoder.cut(plan.copied[job], min(job.decoder.room(job.progress), MOST))
+        except Exception as error:
+            plan.fail(job, error)
 
     def _fit(self, plan: _Plan) -> None:
         """Make room for what each will read, the oldest first; for that, the youngest may lose their places."""
@@ -382,3 +404,27 @@ class Engine:
             return self._end(job, error)
         piece = job.answer.add(done)
         return replace(self._end(job), piece=piece, round=done) if job.answer.over else Event(job.id, piece, done)
+
+
+def shares(missing: Mapping[Key, int], rows: int) -> dict[Key, int]:
+    """How many tokens of what each has missed are read in a pass that has ``rows`` for that.
+
+    The shortest first, so that a short prompt hardly waits for a long one; but a share is the oldest's, lest it starve.
+
+    Args:
+        missing: tokens that each has yet to read, at least one; the oldest first.
+        rows: tokens in all.
+
+    Returns:
+        Those that read in this pass.
+
+    >>> shares({"long": 4000}, 6), shares({"long": 4000, "short": 4, "other": 5}, 6)
+    ({'long': 6}, {'long': 2, 'short': 4})
+    """
+    counts = {oldest: min(count, max(1, rows // _OLDEST)) for oldest, count in islice(missing.items(), 1)}
+    left = rows - sum(counts.values())
+    for key in sorted(missing, key=lambda key: missing[key]):
+        if more := min(missing[key] - counts.get(key, 0), left):
+            counts[key] = counts.get(key, 0) + more
+            left -= more
+    return counts

@@ -6,12 +6,13 @@ limit, so as the batch fills, k falls by itself, first where acceptance is low.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from operator import mul
 
 from slipstream.controller import BRIEF, Adaptive, Controller, Played
-from slipstream.estimates import OF_ALL, OF_REQUEST, Acceptance, Costs, Mean, Prior
+from slipstream.estimates import OF_ALL, OF_REQUEST, Acceptance, Costs, Mean, Memory, Prior
 from slipstream.types import Draft, Stats
 
 #: The longest draft.
@@ -27,7 +28,13 @@ _STEP = 0.15
 PassCost = Callable[[int], float]
 
 
-def choose(rates: Sequence[Sequence[float]], others: int, verify: PassCost, draft: PassCost | None) -> list[int]:
+def choose(
+    rates: Sequence[Sequence[float]],
+    others: int,
+    verify: PassCost,
+    draft: PassCost | None,
+    free: Sequence[int] = (),
+) -> list[int]:
     """k of each request, 0 included.
 
     Args:
@@ -35,6 +42,7 @@ def choose(rates: Sequence[Sequence[float]], others: int, verify: PassCost, draf
         others: rows that are in the target's pass anyway, beside one for each request.
         verify: of the target.
         draft: of the draft model, whose passes serve all requests that still draft; None if drafts cost nothing.
+        free: for each request the number of its first tokens that are there already, copied; none, if not given.
 
     Returns:
         The numbers that maximise (tokens of all requests) / (draft passes + target's pass).
@@ -43,17 +51,20 @@ def choose(rates: Sequence[Sequence[float]], others: int, verify: PassCost, draf
     >>> cost = lambda rows: max(8.0, rows)  # arithmetic is the limit from 8 rows on
     >>> choose(alone, 0, cost, None), choose(crowd, 0, cost, None) == [0] * 12
     ([2], True)
+    >>> choose([[0.9, 0.9, 0.1, 0.1]], 0, cost, lambda rows: 4.0, [2])  # copies are taken, the draft model is not asked
+    [2]
     """
     slots = [(s, -j, r) for r, some in enumerate(rates) for j, s in enumerate(accumulate(some, mul))]
     slots.sort(key=lambda slot: (-slot[0], -slot[1], slot[2]))  # of equals, earlier positions first
     certain, rows = len(rates), len(rates) + others
+    copied = free or [0] * certain
     tokens, drafting = float(certain), 0.0
     level: list[int] = []
     best, count = tokens / verify(rows), 0
-    for n, (expected, negative, _) in enumerate(slots, start=1):
-        at = -negative
+    for n, (expected, negative, r) in enumerate(slots, start=1):
+        at = -negative - copied[r]
         tokens += expected
-        if draft is not None:
+        if draft is not None and at >= 0:
             level += [0] * (at + 1 - len(level))
             drafting += draft(level[at] + 1) - (draft(level[at]) if level[at] else 0.0)
             level[at] += 1
@@ -65,29 +76,61 @@ def choose(rates: Sequence[Sequence[float]], others: int, verify: PassCost, draf
     return ks
 
 
+@dataclass(frozen=True)
+class Offer:
+    """What a request could have verified in its next round."""
+
+    rates: Sequence[float]
+    """Acceptance at each position, given the ones before."""
+    copied: int = 0
+    """So many of the first tokens are there already."""
+
+    @property
+    def drafts(self) -> bool:
+        """Whether more could be drafted."""
+        return len(self.rates) > self.copied
+
+
 class BatchController:
-    """One request's part in the choice: what it knows of its drafts, and the k that was chosen for its next round."""
+    """One request's part in the choice: what it knows of its drafts, and the k that was chosen for its next round.
+
+    Args:
+        knowledge: of all requests.
+        copying: the drafters whose tokens are copied; None: all are. Copies and drawn tokens are known apart, since a
+            draft model that is not worth its time says nothing of copies.
+        isolated: whether others learn nothing from it, nor it from them.
+    """
 
     gated = False
 
-    def __init__(self, knowledge: Goodput, *, isolated: bool) -> None:
+    def __init__(self, knowledge: Goodput, copying: Collection[str] | None, *, isolated: bool) -> None:
         self._knowledge = knowledge
+        self._copying = copying
         self._isolated = isolated
-        self._acceptance = Acceptance(Prior() if isolated else knowledge.prior(), OF_REQUEST)
+        self._known = Known() if isolated else knowledge.known.summary()
         self._resting = 0
+        self.drafts_pay = True
+        """Whether they did when nothing could be copied."""
         self.k = 0
 
-    def rates(self, room: int, copied: Draft | None) -> list[float]:
-        """Acceptance at each position of a draft, given the ones before; of a copied one, of each of its tokens."""
-        if copied is None:
-            return self._acceptance.positions(min(room, MOST))
-        if copied.confidence:
-            return [self._acceptance.given(sure) for sure in copied.confidence]
-        return self._acceptance.positions(len(copied.tokens))
+    def offer(self, room: int, copied: Draft | None) -> Offer:
+        """What it could have verified: ``copied`` tokens, and behind them, unless it only copies, drafted ones."""
+        sure = [] if copied is None else self._rates(copied)
+        if self._copying is None:
+            return Offer(sure, len(sure))
+        return Offer([*sure, *self._known.drafts.positions(max(0, min(room, MOST) - len(sure)))], len(sure))
 
-    def choose(self, k: int, *, probe: bool) -> None:
-        """The k of the next round; if it is 0 for long, 1 now and then."""
-        self.k = 1 if not k and probe and self._resting >= PROBE else k
+    def _rates(self, copied: Draft) -> list[float]:
+        if copied.confidence:
+            return [self._known.copies.given(sure) for sure in copied.confidence]
+        return self._known.copies.positions(len(copied.tokens))
+
+    def choose(self, k: int, offer: Offer) -> None:
+        """The k of the next round; if nothing is drafted for long, one token now and then."""
+        if k > offer.copied or (offer.drafts and not offer.copied):
+            self.drafts_pay = k > offer.copied
+        probe = offer.drafts and k <= offer.copied and self._resting >= PROBE
+        self.k = offer.copied + 1 if probe else k
 
     def ask(self, room: int, length: int) -> int:
         """What was chosen."""
@@ -103,19 +146,47 @@ class BatchController:
 
     def learn(self, played: Played) -> None:
         """A round is over."""
-        self._resting = 0 if played.kept else self._resting + 1
-        self._see(self._acceptance, played)
-        if not self._isolated:
-            self._see(self._knowledge.acceptance, played)
-        if not played.kept:
-            self._acceptance.rest()
+        copied = [self._is_copied(played.draft, at) for at in range(played.kept)]
+        self._resting = self._resting + 1 if all(copied) else 0
+        for known in (self._known,) if self._isolated else (self._known, self._knowledge.known):
+            known.see(played, copied)
+        self._known.rest(copied)
 
-    @staticmethod
-    def _see(acceptance: Acceptance, played: Played) -> None:
+    def _is_copied(self, draft: Draft, at: int) -> bool:
+        return self._copying is None or (at < len(draft.sources) and draft.sources[at] in self._copying)
+
+
+class Known:
+    """How copied tokens fare, and how drafted ones."""
+
+    def __init__(self, memory: Memory = OF_REQUEST, copies: Prior | None = None, drafts: Prior | None = None) -> None:
+        self.copies = Acceptance(copies or Prior(), memory)
+        self.drafts = Acceptance(drafts or Prior(), memory)
+
+    def summary(self) -> Known:
+        """What a new request expects."""
+        return Known(OF_REQUEST, self.copies.summary(_PRIOR_WEIGHT), self.drafts.summary(_PRIOR_WEIGHT))
+
+    def see(self, played: Played, copied: Sequence[bool]) -> None:
+        """Learn from a round; ``copied`` says it of each token that was verified."""
+        drafted = 0
         for at in range(min(played.accepted + 1, played.kept)):
             sure = played.draft.confidence[at] if at < len(played.draft.confidence) else None
-            acceptance.verified(at, sure, float(at < played.accepted))
-        acceptance.end_round()
+            stands = float(at < played.accepted)
+            if copied[at]:
+                self.copies.verified(at, sure, stands)
+            else:
+                self.drafts.verified(drafted, sure, stands)
+                drafted += 1
+        self.copies.end_round()
+        self.drafts.end_round()
+
+    def rest(self, copied: Sequence[bool]) -> None:
+        """What a round had none of is known less surely."""
+        if not any(copied):
+            self.copies.rest()
+        if all(copied):
+            self.drafts.rest()
 
 
 class Goodput:
@@ -130,9 +201,9 @@ class Goodput:
     def __init__(self, costs: tuple[Costs, Costs] | None = None) -> None:
         self._verify, self._draft = costs or (Costs(1.0), Costs(1.0))
         self._each = Mean()
-        self.acceptance = Acceptance(Prior(), OF_ALL)
+        self.known = Known(OF_ALL)
         self.pays = True
-        """Whether anybody drafts."""
+        """Whether draft models are worth their time."""
 
     def start(self, session: object, drafter: str, *, repeatable: bool, isolated: bool) -> Controller:
         """Begin one request. If it has to repeat, k is its own matter."""
@@ -140,28 +211,29 @@ class Goodput:
             return Adaptive().start(session, drafter, repeatable=True, isolated=isolated)
         if hasattr(session, "latest"):
             session.latest = BRIEF  # all of a long prompt would delay everyone
-        return BatchController(self, isolated=isolated)
+        return BatchController(self, _copying(session), isolated=isolated)
 
-    def prior(self) -> Prior:
-        """What a new request expects."""
-        return self.acceptance.summary(_PRIOR_WEIGHT)
+    def forget_drafts(self) -> None:
+        """Draft models are other ones from now on."""
+        self._draft = self._draft if self._draft.fixed else Costs(1.0)
+        self._each = Mean()
+        self.known.drafts = Acceptance(Prior(), OF_ALL)
+        self.pays = True
 
-    def choose(
-        self, controllers: Sequence[BatchController], rates: Sequence[Sequence[float]], others: int, *, free: bool
-    ) -> None:
+    def choose(self, controllers: Sequence[BatchController], offers: Sequence[Offer], others: int) -> None:
         """Set k of each.
 
         Args:
             controllers: of requests that may draft.
-            rates: their acceptance at the positions that they have room for.
+            offers: what each could have verified.
             others: rows that are in the pass anyway.
-            free: drafts cost nothing.
         """
-        ks = choose(rates, others, self._verify.of, None if free else self._step)
-        for controller, k, some in zip(controllers, ks, rates, strict=True):
-            controller.choose(k, probe=bool(some) and not free)
-        if controllers:
-            self.pays = any(ks)
+        copied = [offer.copied for offer in offers]
+        ks = choose([offer.rates for offer in offers], others, self._verify.of, self._step, copied)
+        for controller, k, offer in zip(controllers, ks, offers, strict=True):
+            controller.choose(k, offer)
+        if any(offer.drafts for offer in offers):
+            self.pays = any(k > free for k, free in zip(ks, copied, strict=True))
 
     def took(self, rows: int, seconds: float) -> None:
         """A pass of the target over ``rows`` took so long."""
@@ -194,3 +266,11 @@ class Goodput:
         if self._draft.measured:
             return self._draft.of(rows) + each * rows
         return each * rows or _STEP * self._verify.of(rows)
+
+
+def _copying(session: object) -> Collection[str] | None:
+    """Whose tokens are copied, of all that a session drafts; None: everybody's."""
+    if hasattr(session, "copying"):
+        found: Collection[str] = session.copying
+        return found
+    return None if getattr(session, "copies", False) else ()

@@ -65,9 +65,20 @@ class Job:
 
     @property
     def copies(self) -> bool:
-        """Whether its drafts cost next to nothing, so that all of them are made and those that pay are verified."""
+        """Whether some of its drafts cost next to nothing: these are made first, and those that pay are verified."""
         session = self.decoder.session
-        return getattr(session, "copies", False) and not hasattr(session, "catch_up")
+        return hasattr(session, "copied") or (getattr(session, "copies", False) and not hasattr(session, "catch_up"))
+
+    def copied(self, room: int) -> Draft:
+        """What it drafts for next to nothing; of a cascade, what it is sure of, or all if its models draft nothing."""
+        session: Any = self.decoder.session
+        if not hasattr(session, "copied"):
+            draft: Draft = session.draft(self.tokens, room)
+            return draft
+        controller = self.decoder.controller
+        alone = isinstance(controller, BatchController) and not controller.drafts_pay
+        found: Draft = session.copied(self.tokens, room, sure=not alone)
+        return found
 
     @property
     def reads_draft(self) -> bool:

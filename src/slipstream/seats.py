@@ -28,8 +28,9 @@ class Limits:
     """Bytes for caches of target and draft models and for kept prefixes; None: a quarter of what is free."""
     requests: int = 32
     """At most so many are answered at a time; the others wait."""
-    rows: int = 64
-    """Tokens that a pass reads, but for drafted ones: one of each request that is decoding, the rest of prompts."""
+    rows: int | None = None
+    """Tokens of prompts that a pass reads, or as many as requests are decoding, if these are more. None: as many as the
+    target gains from; more would only have others wait for longer."""
     prefix: float = 0.25
     """Share of the memory for prefixes; 0 keeps none."""
 

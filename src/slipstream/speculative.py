@@ -18,7 +18,7 @@ from slipstream.engine import Engine
 from slipstream.errors import InputError
 from slipstream.goodput import Goodput
 from slipstream.measure.curves import begin_with_measured
-from slipstream.models.base import Model
+from slipstream.models.base import ROWS, Model
 from slipstream.models.load import Checkpoint, open_checkpoint, open_draft
 from slipstream.models.vocabulary import check_pair
 from slipstream.sampling import validate
@@ -205,7 +205,8 @@ class SpeculativeDecoding:
 
     def _together(self, requests: Sequence[Request]) -> list[Output]:
         """The answers to several requests at once."""
-        return self.engine(Limits(memory=enough_memory(self._setting, requests))).answers(requests)
+        limits = Limits(memory=enough_memory(self._setting, requests), rows=ROWS)  # nobody waits for a first token
+        return self.engine(limits).answers(requests)
 
     @property
     def _batch_setting(self) -> Setting:

@@ -37,7 +37,7 @@ Any OpenAI client works: base_url="http://127.0.0.1:8000/v1", api_key="none".
 @click.option("--name", metavar="NAME", help="The model's name for clients (default: that of TARGET).")
 @click.option("--memory", metavar="SIZE", help="For caches, such as 4GB (default: a quarter of what is free).")
 @click.option("--requests", type=click.IntRange(1), default=32, help="Answered at a time (default: 32).")
-@click.option("--rows", type=click.IntRange(1), default=64, help="Tokens that a pass reads beside drafts (64).")
+@click.option("--rows", type=click.IntRange(1), help="Tokens of prompts in a pass (default: what TARGET gains from).")
 @click.option("--queue", type=click.IntRange(0), default=256, help="Answers that may wait (default: 256).")
 @click.option("--max-tokens", type=click.IntRange(1), default=1024, help="Length of chat answers if not said (1024).")
 @click.option("--max-n", type=click.IntRange(1), default=16, help="Answers that a request may ask for (16).")

@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from slipstream.cli.drafts import SUFFIX, members
 from slipstream.cli.prompt import Prompt
 from slipstream.cli.run import Task, check, load_all, open_all
 from slipstream.cli.screen import note
@@ -19,6 +20,7 @@ from slipstream.errors import InputError
 from slipstream.types import SamplingParams
 
 if TYPE_CHECKING:
+    from slipstream.drafters.base import Drafter
     from slipstream.engine import Engine
 
 #: Modules of the extra ``server``.
@@ -39,6 +41,7 @@ def run(options: Mapping[str, Any]) -> int:
     from slipstream.serve.around import Surroundings
     from slipstream.serve.gate import loopback_hosts
     from slipstream.serve.logs import set_up, tell
+    from slipstream.serve.renewal import Renewal
     from slipstream.serve.run import Binding, serve
     from slipstream.serve.service import Options, Service
 
@@ -53,7 +56,8 @@ def run(options: Mapping[str, Any]) -> int:
         service = Service(engine, Options(name, *allowed, pace=options["stream_pace"]))
         binding = Binding(options["host"], options["port"], options["drain_seconds"], tls)
         note(f"Serving {name} on {'https' if tls else 'http'}://{binding.host}:{binding.port}/v1")
-        return serve(surroundings.surround(service), service, binding)
+        renewal = Renewal(engine, draft_loader(options, engine), surroundings.metrics.renewed)
+        return serve(surroundings.surround(service), service, binding, renewal)
     finally:
         surroundings.close()
 
@@ -71,9 +75,7 @@ def load_engine(options: Mapping[str, Any]) -> Engine:
     Raises:
         InputError: models or limits that cannot be used.
     """
-    names = {f.name for f in fields(Task)}
-    given = {name: value for name, value in options.items() if name in names}
-    task = Task(prompt=Prompt("", False, None), params=SamplingParams(), **given)
+    task = _task(options)
     check(task)
     memory = None if options["memory"] is None else memory_size(options["memory"])
     if task.threads is not None:
@@ -87,6 +89,31 @@ def load_engine(options: Mapping[str, Any]) -> Engine:
 
     decoding = SpeculativeDecoding(models.target, models.draft, k=task.k, rule=task.rule)
     return decoding.engine(Limits(memory=memory, requests=options["requests"], rows=options["rows"]))
+
+
+def draft_loader(options: Mapping[str, Any], engine: Engine) -> Callable[[], Drafter] | None:
+    """What opens the draft of ``engine`` again, as it is on disk by then; None if nothing of it is on disk."""
+    task = _task(options)
+    named = members(task.draft)
+    if task.plain or set(named) == {SUFFIX}:
+        return None
+
+    def load() -> Drafter:
+        from slipstream.drafters import make_drafter
+        from slipstream.models.load import Kinds, open_models
+
+        kinds = Kinds(task.weights, task.draft_weights, task.device)
+        _, opened = open_models(task.model, task.draft_models, kinds)
+        parts = [opened[name].load() if name in opened else name for name in named]
+        return make_drafter(parts if len(parts) > 1 else parts[0], engine.setting.target)
+
+    return load
+
+
+def _task(options: Mapping[str, Any]) -> Task:
+    names = {f.name for f in fields(Task)}
+    given = {name: value for name, value in options.items() if name in names}
+    return Task(prompt=Prompt("", False, None), params=SamplingParams(), **given)
 
 
 def memory_size(given: str, option: str = "--memory") -> int:

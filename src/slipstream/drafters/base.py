@@ -90,6 +90,14 @@ class Gate(Protocol):
         ...
 
 
+class Preference(Protocol):
+    """Whether a token is to be taken from one drafter rather than asking another, which needs a pass for it."""
+
+    def __call__(self, confidence: float, source: str, other: str, /) -> bool:
+        """``source`` is this sure of it; both by name."""
+        ...
+
+
 @runtime_checkable
 class GatedSession(Protocol):
     """A session that finds one token after the other and lets itself be stopped.

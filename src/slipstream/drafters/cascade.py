@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
+from math import isnan
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from slipstream.drafters.base import Drafter, Gate, Read, Steps, run
+from slipstream.drafters.base import Drafter, Gate, Preference, Read, Steps, run
 from slipstream.errors import InputError
 from slipstream.models.base import Cache, Model
 from slipstream.sampling import Sampler
@@ -27,13 +28,14 @@ class CascadeDrafter:
 
     Args:
         drafters: the preferred one first, such as ``[SuffixDrafter(), ModelDrafter(...)]``.
-        min_confidence: a drafter before the last one is asked for as many tokens as it is that sure of.
+        min_confidence: a drafter before the last one is asked for as many tokens as it is that sure of. None: as many
+            as are worth more than what a pass of the next drafter would bring, where k is adaptive, else 0.7.
     """
 
-    def __init__(self, drafters: Sequence[Drafter], *, min_confidence: float = MIN_CONFIDENCE) -> None:
+    def __init__(self, drafters: Sequence[Drafter], *, min_confidence: float | None = None) -> None:
         if not drafters:
             raise InputError("drafters=[] has no drafter to ask; name at least one")
-        if not 0 <= min_confidence <= 1:
+        if min_confidence is not None and not 0 <= min_confidence <= 1:
             raise InputError(f"min_confidence={min_confidence!r} is not usable; use a number in [0, 1]")
         self.drafters = tuple(drafters)
         self.min_confidence = min_confidence
@@ -54,15 +56,23 @@ class CascadeSession:
 
     gate: Gate | None = None
     """Asked before each token with the number drafted so far and the token's confidence; False ends the draft."""
+    prefer: Preference | None = None
+    """Asked whether to take a token of one drafter rather than to ask the next one, unless a confidence was given."""
 
     def __init__(self, drafter: CascadeDrafter, sampler: Sampler) -> None:
         self._names = [one.name for one in drafter.drafters]
         self._sessions: list[Any] = [one.start(sampler) for one in drafter.drafters]
-        self._min_confidence = drafter.min_confidence
+        self._set = drafter.min_confidence is not None
+        self._least = MIN_CONFIDENCE if drafter.min_confidence is None else drafter.min_confidence
         self._stop_ids = sampler.stop_ids
         self._unsure = False
-        self.copies = any(getattr(session, "copies", False) for session in self._sessions)
+        self._refused = False
+        self._passed = False
+        copying = [getattr(session, "copies", False) for session in self._sessions]
+        self.copies = any(copying)
         """Whether some of the tokens cost nothing."""
+        self.copying = {name for name, copies in zip(self._names, copying, strict=True) if copies}
+        """Whose they are."""
 
     @property
     def latest(self) -> int | None:
@@ -83,16 +93,31 @@ class CascadeSession:
         """The same behind ``drafted`` tokens of other drafters, which may yet be rejected."""
         return run(self.steps(tokens, drafted, k))
 
+    def copied(self, tokens: Sequence[int], k: int, *, sure: bool) -> Draft:
+        """Up to ``k`` tokens of the first drafter, if it copies; with ``sure``, those that a draft would begin with."""
+        if self._names[0] not in self.copying:
+            return Draft()
+        session = self._sessions[0]
+        least = self._least if sure else 0.0
+        session.gate = lambda _, confidence, *_source: confidence >= least
+        draft: Draft = session.draft(tokens, k)
+        return replace(draft, sources=draft.sources or (self._names[0],) * len(draft.tokens))
+
     def steps(self, tokens: Sequence[int], drafted: Sequence[int], k: int) -> Steps:
         """``draft_after``, a pass at a time."""
         pieces: list[Draft] = []
         made: list[int] = []
+        self._refused = self._passed = False
         member = 0
         while member < len(self._sessions) and len(made) < k and not (made and made[-1] in self._stop_ids):
             piece = yield from self._ask(member, tokens, [*drafted, *made], k - len(made), len(made))
             pieces.append(piece)
             made += piece.tokens
             if piece.ended == "controller":
+                if self._refused and not self._passed:
+                    # No pass is worth its time: what would have been copied less surely costs none.
+                    copied = yield from self._ask(0, tokens, [*drafted, *made], k - len(made), len(made), sure=False)
+                    pieces += [copied] if copied.tokens else []
                 break
             # Who stopped by itself is asked again once another one has found the next token.
             member = 0 if piece.tokens and member > 0 else member + 1
@@ -124,15 +149,17 @@ class CascadeSession:
             if hasattr(session, "close"):
                 session.close(tokens)
 
-    def _ask(self, member: int, tokens: Sequence[int], drafted: Sequence[int], room: int, count: int) -> Steps:
-        """What one drafter adds to a draft that has ``count`` tokens."""
+    def _ask(
+        self, member: int, tokens: Sequence[int], drafted: Sequence[int], room: int, count: int, *, sure: bool = True
+    ) -> Steps:
+        """What one drafter adds to a draft that has ``count`` tokens; ``sure``: only what it is sure of."""
         session = self._sessions[member]
         goes_on = hasattr(session, "draft_after")
         if drafted and not goes_on:
             return Draft(ended="no match")
         self._unsure = False
         if hasattr(session, "gate"):
-            session.gate = self._gate(member, count)
+            session.gate = self._gate(member, count, sure=sure)
         most = room if member == 0 or not goes_on else 1
         if hasattr(session, "steps"):
             draft: Draft = yield from session.steps(tokens, drafted, most)
@@ -143,16 +170,25 @@ class CascadeSession:
         ended: DraftEnd = "confidence" if self._unsure else draft.ended
         return replace(draft, ended=ended, sources=draft.sources or (self._names[member],) * len(draft.tokens))
 
-    def _gate(self, member: int, count: int) -> Gate:
+    def _gate(self, member: int, count: int, *, sure: bool) -> Gate:
         """Demands confidence of all but the last drafter, then asks this session's own gate, ``count`` tokens on."""
-        least = 0.0 if member == len(self._sessions) - 1 else self._min_confidence
+        demanding = sure and member < len(self._sessions) - 1
 
         def gate(number: int, confidence: float, source: str = "", /) -> bool:
-            self._unsure = confidence < least
-            asked = source or self._names[member]
-            return not self._unsure and (self.gate is None or self.gate(count + number, confidence, asked))
+            asked, before = source or self._names[member], isnan(confidence)
+            self._unsure = demanding and not before and not self._preferred(confidence, asked, self._names[member + 1])
+            goes_on = not self._unsure and (self.gate is None or self.gate(count + number, confidence, asked))
+            self._passed |= before and goes_on
+            self._refused = before and not goes_on
+            return goes_on
 
         return gate
+
+    def _preferred(self, confidence: float, source: str, following: str) -> bool:
+        """Whether ``source`` is sure enough of a token that ``following`` need not be asked."""
+        if not self._set and self.prefer is not None:
+            return self.prefer(confidence, source, following)
+        return confidence >= self._least
 
 
 def joined(pieces: Sequence[Draft]) -> Draft:

@@ -15,6 +15,8 @@ from torch import Tensor
 
 #: Tokens of a prompt that go through the model in one pass; bounds the memory of activations.
 PREFILL_CHUNK = 512
+#: The same where other requests wait for that pass, of models without `prompt_rows`.
+ROWS = 64
 
 
 class Cache(Protocol):

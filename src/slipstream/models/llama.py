@@ -22,12 +22,12 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
 from slipstream.errors import InputError
-from slipstream.models.base import Item
+from slipstream.models.base import ROWS, Item
 from slipstream.models.cache import Ahead, KeyValueCache
 from slipstream.models.exit_head import ExitHead
 from slipstream.models.heap import return_freed
 from slipstream.models.linear import Linear, activation_dtype, embedding_dtype, make_linear, stored_bytes
-from slipstream.models.native.panels import PanelLinear
+from slipstream.models.native.panels import TILE, PanelLinear
 from slipstream.models.native.stack import Rows, Stack
 from slipstream.models.reduced import read_output_ids
 
@@ -217,6 +217,11 @@ class LlamaModel:
         """Bytes of cache that one token takes."""
         return 2 * self.num_layers * self.kv_heads * self.head_dim * self._dtype.itemsize
 
+    @property
+    def prompt_rows(self) -> int:
+        """Tokens of a prompt in one pass, from which on a pass takes more time in proportion."""
+        return TILE if self._stack is not None else ROWS
+
     @torch.inference_mode()
     def forward_batch(self, items: Sequence[Item]) -> list[Tensor]:
         """``forward`` for several sequences. Native kernels see all tokens in one pass, others one after the other.
@@ -350,7 +355,8 @@ class LlamaModel:
 
     def _load(self, config: Mapping[str, Any], tensor: Tensors) -> None:
         def dense(name: str) -> Tensor:
-            loaded = tensor(name).to(self.device, self._dtype)
+            # A copy, since the file may be replaced while the model is in use, and what is mapped would go with it.
+            loaded = tensor(name).to(self.device, self._dtype, copy=True)
             self.weight_bytes += loaded.numel() * stored_bytes(self.weights, loaded.ndim)
             return loaded
 

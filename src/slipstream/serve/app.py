@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from typing import Any
 
 from fastapi import APIRouter, FastAPI
 from fastapi.exceptions import RequestValidationError
@@ -61,23 +62,43 @@ async def _of_starlette(http: HttpRequest, error: Exception) -> Response:
     return answer
 
 
-async def _invalid(_: HttpRequest, error: Exception) -> Response:
+async def _invalid(http: HttpRequest, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
-    return error_response(_refusal(error))
+    return error_response(_refusal(error, http.headers.get("content-type", "")))
 
 
-def _refusal(error: RequestValidationError) -> ApiError:
-    """The first thing that is wrong, by its name."""
-    first = error.errors()[0]
+def _refusal(error: RequestValidationError, content_type: str) -> ApiError:
+    """What is wrong first, by its name; where a field may have several forms, in the form that it comes closest to."""
+    found = error.errors()
+    paths = [_path(one) for one in found]
+    begin = paths[0][:2]
+    _, path, first = max(
+        ((len(p), p, one) for p, one in zip(paths, found, strict=True) if p[: len(begin)] == begin),
+        key=lambda one: one[0],
+    )
     if first["type"] == "json_invalid":
         return ApiError(400, f"the body is not JSON ({first.get('ctx', {}).get('error', 'malformed')})")
     if first["type"] == "not_supported":
         return ApiError(400, first["msg"], param=first["ctx"]["name"], code="unsupported_parameter")
-    path = ".".join(str(part) for part in first["loc"] if part != "body")
-    if not path:
+    name = ".".join(map(str, path))
+    if not name:
+        if "json" not in content_type:
+            return ApiError(400, "the body is not taken for JSON; send the header Content-Type: application/json")
         return ApiError(400, "the body is not a JSON object with the fields of this request")
     if first["type"] == "extra_forbidden":
-        return ApiError(400, f"{path} is not known here; leave it out", param=path, code="unknown_parameter")
+        return ApiError(400, f"{name} is not known here; leave it out", param=name, code="unknown_parameter")
     if first["type"] == "missing":
-        return ApiError(400, f"{path} is missing", param=path, code="missing_parameter")
-    return ApiError(400, f"{path} is not usable: {first['msg']}", param=path, code="invalid_value")
+        return ApiError(400, f"{name} is missing", param=name, code="missing_parameter")
+    return ApiError(400, f"{name} is not usable: {first['msg']}", param=name, code="invalid_value")
+
+
+def _path(error: Mapping[str, Any]) -> tuple[str | int, ...]:
+    """Names of fields and numbers of items, without those of the forms that were tried: ``str``, ``list[TextPart]``."""
+    *parts, last = error["loc"]
+    named = error["type"] == "extra_forbidden"  # by the client, so it may look like anything
+    kept = [part for part in parts if _is_field(part)]
+    return tuple([*kept, last] if named or _is_field(last) else kept)
+
+
+def _is_field(part: str | int) -> bool:
+    return isinstance(part, int) or (part not in ("body", "str", "int") and part.isidentifier() and part.islower())

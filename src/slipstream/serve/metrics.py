@@ -75,6 +75,9 @@ class Metrics:
         )
         self._whole = histogram("answer_seconds", "From a request's arrival to the last token of an answer.", _LONG)
         self._capture = counter("captured_answers", "Answers for --capture, by what became of them.", "outcome")
+        self._renewals = counter("draft_renewals", "How often the draft was opened again, and failed to be.", "outcome")
+        for outcome in ("renewed", "failed"):
+            self._renewals.labels(outcome)
 
     # --- HTTP ---------------------------------------------------------------------------------------------------------
 
@@ -139,6 +142,10 @@ class Metrics:
     def captured(self, outcome: str) -> None:
         """What became of an answer that was to be captured."""
         self._capture.labels(outcome).inc()
+
+    def renewed(self, outcome: str) -> None:
+        """The draft was to be opened again: "renewed" or "failed"."""
+        self._renewals.labels(outcome).inc()
 
     # --- reading ------------------------------------------------------------------------------------------------------
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import signal
 import sys
 from dataclasses import dataclass
 from typing import Any
 
 import uvicorn
 
+from slipstream.serve.renewal import Renewal
 from slipstream.serve.service import Service
 
 logger = logging.getLogger("slipstream.serve")
@@ -35,8 +38,11 @@ class Binding:
 class Server(uvicorn.Server):
     """Drains when it is asked to end, once; a second time it ends at once."""
 
-    def __init__(self, config: uvicorn.Config, service: Service, drain_seconds: float) -> None:
+    def __init__(
+        self, config: uvicorn.Config, service: Service, drain_seconds: float, renewal: Renewal | None = None
+    ) -> None:
         super().__init__(config)
+        self._renewal = renewal
         self._service = service
         self._drain_seconds = drain_seconds
         self._draining: asyncio.Task[None] | None = None
@@ -46,6 +52,8 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: Any = None) -> None:
         """Listen."""
         self._loop = asyncio.get_running_loop()
+        if self._renewal is not None:
+            self._loop.add_signal_handler(signal.SIGHUP, self.hang_up, has_terminal())
         await super().startup(sockets)
 
     def handle_exit(self, sig: int, frame: Any) -> None:
@@ -62,6 +70,13 @@ class Server(uvicorn.Server):
         else:
             self.force_exit = self.should_exit = True
 
+    def hang_up(self, had_terminal: bool) -> None:
+        """SIGHUP: open the draft again; but if it came since the terminal was closed, end."""
+        if had_terminal and not has_terminal():
+            self.end()
+        elif self._renewal is not None and self._draining is None:
+            self._renewal.ask()
+
     def crash(self) -> None:
         """End, and not well."""
         self.failed = self.should_exit = True
@@ -77,19 +92,20 @@ class Server(uvicorn.Server):
         self.should_exit = True
 
 
-def serve(app: Any, service: Service, binding: Binding) -> int:
+def serve(app: Any, service: Service, binding: Binding, renewal: Renewal | None = None) -> int:
     """Serve until told to end; the exit code: 0, or 1 if the generation thread broke down.
 
     Args:
         app: an ASGI application of ``service``.
         service: what it serves.
         binding: where.
+        renewal: what to do at SIGHUP.
 
     Raises:
         SystemExit: of uvicorn, if it cannot listen.
     """
     sys.setswitchinterval(SWITCH_SECONDS)
-    server = Server(configured(app, binding), service, binding.drain_seconds)
+    server = Server(configured(app, binding), service, binding.drain_seconds, renewal)
     service.crashed = server.crash
     server.run()
     return 1 if server.failed or not server.started else 0
@@ -110,3 +126,12 @@ def configured(app: Any, binding: Binding) -> uvicorn.Config:
         ssl_certfile=certificate,
         ssl_keyfile=key,
     )
+
+
+def has_terminal() -> bool:
+    """Whether this process belongs to a terminal that is there."""
+    try:
+        os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY))
+    except OSError:
+        return False
+    return True

@@ -12,6 +12,8 @@ from torch.nn import functional as F  # noqa: N812
 from slipstream.models.native.build import library
 
 PANEL = 16
+#: Rows that share one reading of the weights.
+TILE = 6
 #: Inputs that share one int8 scale of an output.
 GROUP = 128
 _KINDS = {"fp32": 0, "fp16": 1, "int8": 2}

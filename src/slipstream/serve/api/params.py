@@ -156,7 +156,11 @@ async def _drafter(body: Generation, service: Service, prompt: tuple[int, ...]) 
     if not text:
         return None
     # Behind the prompt's end, so that its first token is proposed where the answer begins.
-    document = [*prompt[-SuffixStore.window :], *await service.texts.plain(text)]
+    predicted, most = await service.texts.plain(text), _room(service, 0)
+    if len(predicted) > most:
+        what = f"prediction has {len(predicted)} tokens, but no answer has more than {most}; shorten it"
+        raise ApiError(400, what, param="prediction", code="context_length_exceeded")
+    document = [*prompt[-SuffixStore.window :], *predicted]
     return await service.texts.apart(predicting, service.engine.setting.drafter, document)
 
 
