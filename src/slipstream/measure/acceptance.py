@@ -39,6 +39,8 @@ class Trail:
     """q(x)."""
     target: tuple[float, ...]
     """P(x)."""
+    sure: tuple[float, ...] = ()
+    """How sure the draft is of its likeliest token; empty: not known, so it is taken to be."""
 
     def rates(self, rule: Rule) -> tuple[float, ...]:
         """Acceptance of a first draft token at each position; of any text."""
@@ -77,8 +79,13 @@ class Trail:
         return float(self.hit[at]) if rule == "greedy draft" else self.draft[at]
 
 
-def trail(target_probs: Tensor, draft_probs: Tensor, tokens: Sequence[int]) -> Trail:
-    """What P (n, V) and q (n, V) say of the text ``tokens`` (n,), row by row; a q of zeros proposes nothing."""
+def trail(
+    target_probs: Tensor, draft_probs: Tensor, tokens: Sequence[int], sure: Sequence[float] | None = None
+) -> Trail:
+    """What P (n, V) and q (n, V) say of the text ``tokens`` (n,), row by row; a q of zeros proposes nothing.
+
+    ``sure`` (n,) is how sure the draft is, if that is not the largest q, as of a greedy one.
+    """
     p, q = target_probs.to(torch.float64), draft_probs.to(torch.float64)
     index = torch.tensor(tokens, dtype=torch.long, device=p.device).unsqueeze(1)
     at_p, at_q = (rows.gather(1, index).squeeze(1) for rows in (p, q))
@@ -91,12 +98,13 @@ def trail(target_probs: Tensor, draft_probs: Tensor, tokens: Sequence[int]) -> T
         exact=_row((p * q).sum(dim=1)),
         draft=_row(at_q),
         target=_row(at_p),
+        sure=_row(q.amax(dim=1)) if sure is None else tuple(sure),
     )
 
 
 def joined(parts: Sequence[Trail]) -> Trail:
     """Pieces of one text, one behind the other."""
-    names = ("alpha", "ratio", "greedy", "hit", "exact", "draft", "target")
+    names = ("alpha", "ratio", "greedy", "hit", "exact", "draft", "target", "sure")
     return Trail(*(tuple(value for part in parts for value in getattr(part, name)) for name in names))
 
 

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
-from slipstream.drafters import CascadeDrafter, Drafter, NoDrafter, SuffixDrafter
+from slipstream.drafters import CascadeDrafter, Drafter, EarlyExitDrafter, NoDrafter, SuffixDrafter
 from slipstream.errors import SlipstreamError
 from slipstream.fields import from_json, to_json
 from slipstream.measure.acceptance import Trail
@@ -238,18 +238,19 @@ def costs_at(found: Gathered, drafter: Drafter) -> CostsAt:
 
 
 def _together(found: Gathered, drafter: Drafter, place: int, plain: RoundCosts) -> RoundCosts:
-    parts = [found.rounds[one.name][place][1] for one in members_of(drafter)]
+    parts = [found.rounds[one.name][place][1].paced(plain.plain) for one in members_of(drafter)]
     models = [p for p, one in zip(parts, members_of(drafter), strict=True) if not isinstance(one, SuffixDrafter)]
     copying = sum(p.call + p.step for p in parts if p not in models)
-    own = models[0].verify if len(parts) == 1 and models else {}
-    common = found.rounds[DRAWN][place][1].verify if models and DRAWN in found.rounds else plain.verify
+    own = next((p.verify for p in models if len(p.verify) > 1), {})
+    drawn = found.rounds[DRAWN][place][1].paced(plain.plain) if models and DRAWN in found.rounds else plain
     # A copier is asked again behind each token of a model.
     return RoundCosts(
-        verify={1: plain.plain} | dict(own or {n: v for n, v in common.items() if n > 1}),
+        verify={**(own or drawn.verify), 1: plain.plain},
         call=sum(p.call for p in models) + copying,
-        step=sum(p.step for p in models) + (copying if models else 0.0),
+        step=(mean(p.step for p in models) + copying) if models else 0.0,
         read=sum(p.read for p in models),
         prompt=plain.prompt,
+        copied=plain.verify if models else {},
     )
 
 
@@ -282,15 +283,15 @@ def batched(found: Gathered, drafter: Drafter, at: CostsAt, batch: int) -> Costs
         return at
     target = found.curves[PLAIN]
     models = [found.curves[one.name] for one in members_of(drafter) if one.name in found.curves]
-    step = max((c.seconds(1, batch) / c.seconds(1) for c in models), default=float(batch))
+    alone = any(isinstance(one, EarlyExitDrafter) for one in members_of(drafter))  # in each request's own cache
+    step = float(batch) if alone or not models else max(c.seconds(1, batch) / c.seconds(1) for c in models)
 
     def rows(n: int) -> float:
         """Passes grow as measured; what a round does beside them grows with the batch."""
-        alone = at(target.context).rows(n)
-        beside = max(alone - target.seconds(n), 0.0)
+        beside = max(at(target.context).rows(n, 0 if alone else n - 1) - target.seconds(n), 0.0)
         return (target.seconds(n, batch) + beside * batch) / (target.seconds(n) + beside)
 
-    return lambda context: at(context).scaled(batch, rows, step)
+    return lambda context: at(context).scaled(batch, rows, step, alone=alone)
 
 
 # --- a short real run -------------------------------------------------------------------------------------------------

@@ -44,14 +44,26 @@ class RoundCosts:
     """The draft model's reading of a token of the prompt."""
     prompt: float = 0.0
     """The target's."""
+    copied: Mapping[int, float] = field(default_factory=dict)
+    """``verify`` behind drafts without a pass; empty: the same."""
 
-    def rows(self, count: int) -> float:
-        """A verification of ``count`` rows."""
-        return self._rows[min(count, len(self._rows) - 1)]
+    def rows(self, count: int, passes: int | None = None) -> float:
+        """A verification of ``count`` rows, of a draft that took so many passes; None: one for each of its tokens."""
+        count = min(count, len(self._rows) - 1)
+        if passes is None or not self.copied:
+            return self._rows[count]
+        # What a pass spares or adds is the same for each row, also where it found no token.
+        drafted = max(count - 1, 1)
+        by_pass = (self._rows[drafted + 1] - self._copied_rows[drafted + 1]) / drafted
+        return max(self._copied_rows[count] + by_pass * min(passes, drafted), 0.0)
 
     @cached_property
     def _rows(self) -> tuple[float, ...]:
         return tuple(interpolated(self.verify, n) for n in range(expectation.MOST + 2))
+
+    @cached_property
+    def _copied_rows(self) -> tuple[float, ...]:
+        return tuple(interpolated(self.copied or self.verify, n) for n in range(expectation.MOST + 2))
 
     @property
     def plain(self) -> float:
@@ -68,16 +80,25 @@ class RoundCosts:
         verify = {n: seconds / self.plain for n, seconds in self.verify.items()}
         return expectation.Costs(self.step / self.plain, verify)
 
-    def scaled(self, batch: int, target: Callable[[int], float], draft: float) -> RoundCosts:
+    def paced(self, plain: float) -> RoundCosts:
+        """The same on a machine whose plain step takes ``plain``; as it is if its own is not known."""
+        share = plain / self.verify[1] if self.verify.get(1) else 1.0
+        verify, copied = ({n: seconds * share for n, seconds in some.items()} for some in (self.verify, self.copied))
+        call, step, read, prompt = (seconds * share for seconds in (self.call, self.step, self.read, self.prompt))
+        return RoundCosts(verify, call, step, read, prompt, copied)
+
+    def scaled(self, batch: int, target: Callable[[int], float], draft: float, *, alone: bool = False) -> RoundCosts:
         """The same where ``batch`` requests share every pass.
 
         Args:
             batch: number of requests.
             target: passes of the batch over so many rows each / over so many of one request.
             draft: a draft pass of the batch / of one request.
+            alone: drafts of a model are verified request by request.
         """
-        verify = {n: seconds * target(n) for n, seconds in self.verify.items()}
-        return RoundCosts(verify, self.call * batch, self.step * draft, self.read * batch, self.prompt * batch)
+        verify = {n: seconds * (batch if alone and n > 1 else target(n)) for n, seconds in self.verify.items()}
+        copied = {n: seconds * target(n) for n, seconds in self.copied.items()}
+        return RoundCosts(verify, self.call * batch, self.step * draft, self.read * batch, self.prompt * batch, copied)
 
 
 def between(short: tuple[int, RoundCosts], long: tuple[int, RoundCosts]) -> Callable[[float], RoundCosts]:
@@ -92,9 +113,11 @@ def between(short: tuple[int, RoundCosts], long: tuple[int, RoundCosts]) -> Call
         def mixed(x: float, y: float) -> float:
             return max(x + (y - x) * share, 0.0)
 
-        verify = {n: mixed(low.verify[n], high.verify[n]) for n in low.verify if n in high.verify}
+        curves = ((low.verify, high.verify), (low.copied, high.copied))
+        verify, copied = ({n: mixed(x[n], y[n]) for n in x if n in y} for x, y in curves)
         names = ("call", "step", "read", "prompt")
-        return RoundCosts(verify, *(mixed(getattr(low, name), getattr(high, name)) for name in names))
+        call, step, read, prompt = (mixed(getattr(low, name), getattr(high, name)) for name in names)
+        return RoundCosts(verify, call, step, read, prompt, copied)
 
     return at
 
@@ -158,7 +181,7 @@ def times(case: Case, k: int, costs_at: CostsAt) -> Times:
         rounds=rounds,
         plain=costs.plain * rounds.emitted,
         draft=sum(costs.draft(p, n) * often for (p, n), often in rounds.rounds.items()),
-        verify=sum(costs.rows(n + 1) * often for (_, n), often in rounds.rounds.items()),
+        verify=sum(costs.rows(n + 1, p) * often for (p, n), often in rounds.rounds.items()),
         read=costs.read * case.prompt if reads else 0.0,
         first=costs.prompt * case.prompt,
     )

@@ -18,13 +18,12 @@ class Start:
 
     reach: tuple[float, ...]
     """Probability that at least 1, 2, ... of its draft tokens stand; not longer than the answer's rest."""
-    passed: tuple[bool, ...] = ()
-    """Whether finding each token took a pass of a draft model; empty: all of them did."""
+    passed: tuple[int, ...] | None = None
+    """Passes of a draft model for each token, and at the end those that found none; None: one for each token."""
 
     def passes(self, count: int) -> int:
-        """Passes for the first ``count`` tokens."""
-        count = min(count, len(self.reach))
-        return sum(self.passed[:count]) if self.passed else count
+        """Passes for a draft of up to ``count`` tokens."""
+        return min(count, len(self.reach)) if self.passed is None else sum(self.passed[:count])
 
 
 @dataclass
@@ -97,7 +96,7 @@ def walk(starts: Callable[[int], Start] | Sequence[Start], tokens: int, k: int, 
         room = tokens - at - 1 if limited else tokens - at
         start = look(at) if k and room else Start(())
         count = min(k, room, len(start.reach))
-        found.rounds[start.passes(count), count] += here
+        found.rounds[start.passes(min(k, room)), count] += here
         _count(found, start.reach[:count], here)
         for kept in range(count + 1):
             stands = 1.0 if kept == 0 else start.reach[kept - 1]

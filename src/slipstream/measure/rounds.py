@@ -29,6 +29,8 @@ from slipstream.types import Draft, Round, SamplingParams
 #: Rows of verifications that are timed, 1 being a plain step; and draft lengths.
 ROWS = (1, 2, 3, 4, 5, 6, 7, 9, 11, 13, 17)
 LENGTHS = (1, 2, 4, 8)
+#: The same where each length has verifications of its own.
+OWN_LENGTHS = (1, 2, 3, 4, 6, 8, 16)
 TURNS = 7
 _PLENTY = 10**6
 
@@ -97,14 +99,14 @@ class Timed:
     draft: dict[int, list[float]] = field(default_factory=dict)
     """By number of draft tokens."""
     own: dict[int, list[float]] = field(default_factory=dict)
-    """Verifications behind the drafter's own drafts, by rows."""
+    """In the drafter's turns: plain steps, and verifications behind drafts that change what these take, by rows."""
     read: list[float] = field(default_factory=list)
     """Of the draft model: the prompt, for each token."""
     prompt: list[float] = field(default_factory=list)
     """Of the target."""
 
     def costs(self) -> RoundCosts:
-        """Medians. Where a draft leaves work behind that its verification need not do, its own verifications count."""
+        """Medians; ``verify`` is ``own`` of a drafter."""
         verify = {n: median(some) for n, some in (self.own or self.verify).items() if some}
         points = [(k, seconds) for k, some in self.draft.items() for seconds in some]
         call, step = fitted_line(points) or (0.0, 0.0)
@@ -159,7 +161,9 @@ def time_rounds(timing: Timing, into: Timed) -> Iterator[str]:
 
 def _time_drafts(place: Place, timing: Timing, into: Timed, *, keep: bool) -> None:
     own = isinstance(timing.drafter, EarlyExitDrafter)
-    for k in LENGTHS:
+    for k in OWN_LENGTHS if own else LENGTHS:
+        plain = place.round(0)  # beside each draft, so that a busy moment makes both slow
+        into.own.setdefault(1, []).extend([plain.total_seconds] * keep)
         done = place.round(k)
         if not keep or not (done.num_drafted or isinstance(timing.drafter, SuffixDrafter)):
             continue

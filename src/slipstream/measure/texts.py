@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from slipstream.drafters import CascadeDrafter, Drafter, EarlyExitDrafter, ModelDrafter, SuffixDrafter
-from slipstream.drafters.base import Steps
+from slipstream.drafters.base import Gate
 from slipstream.drafters.vocabulary import StringSession, VocabularyDrafter
 from slipstream.errors import InputError
 from slipstream.measure.acceptance import Rule, Trail, joined, trail
@@ -20,7 +20,7 @@ from slipstream.measure.replay import Start
 from slipstream.models.base import Model, feed
 from slipstream.sampling import Sampler
 from slipstream.speculative import SpeculativeDecoding
-from slipstream.types import Draft, SamplingParams
+from slipstream.types import Draft, DraftEnd, SamplingParams
 
 #: The longest draft that is replayed.
 MOST = 16
@@ -109,12 +109,15 @@ def trail_of(target_rows: Tensor, draft_rows: Tensor, text: Text, params: Sampli
     """What both say of the answer under ``params``, from their logits (n, V)."""
     parts = []
     sampler = sampler_of(text, params)
+    # At temperature 0 a distribution is sure of itself; what tells how sure the draft is are its logits.
+    unsure = sampler_of(text, replace(params, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0))
     for start in range(0, len(text.answer), _ROWS):
         part = slice(start, start + _ROWS)
         tokens = text.answer[part]
         before = text.tokens[: len(text.prompt) + start + len(tokens) - 1]
         p, q = (sampler.probs(rows[part], before) for rows in (target_rows, draft_rows))
-        parts.append(trail(p, q, tokens))
+        sure = unsure.probs(draft_rows[part], before).amax(dim=1).tolist() if sampler.greedy else None
+        parts.append(trail(p, q, tokens, sure))
     return joined(parts)
 
 
@@ -132,7 +135,7 @@ def replayed_trail(target_rows: Tensor, drafter: Drafter, text: Text, params: Sa
             q[0, : draft.probs.shape[1]] = draft.probs[0]
         elif draft.tokens and draft.tokens[0] < q.shape[1]:
             q[0, draft.tokens[0]] = 1
-        parts.append(trail(p, q, [token]))
+        parts.append(trail(p, q, [token], draft.confidence[:1] or None))
     return joined(parts)
 
 
@@ -157,7 +160,7 @@ def model_starts(found: Trail, rule: Rule, *, own: bool) -> Callable[[int], Star
 def copied_starts(drafter: Drafter, text: Text, params: SamplingParams) -> Callable[[int], Start]:
     """Of a drafter whose drafts are functions of the past, by asking it at every position."""
     session = drafter.start(sampler_of(text, params))
-    passed = not bool(getattr(session, "copies", False))
+    passed = int(not getattr(session, "copies", False))
 
     def look(at: int) -> Start:
         draft = session.draft(text.tokens[: len(text.prompt) + at], MOST)
@@ -177,47 +180,69 @@ def _stands(drafted: Sequence[int], after: Sequence[int]) -> tuple[float, ...]:
 
 
 class _Along:
-    """Stands for a draft model in a cascade: always goes on with the text itself, so that the others may go on too."""
+    """Stands for a draft model in a cascade: goes on with the text itself, while the model would be sure enough.
 
-    gate = None
+    ``passes`` has the places of the text at which the model would have been asked.
+    """
 
-    def __init__(self, name: str, text: Text) -> None:
+    gate: Gate | None = None
+
+    def __init__(self, name: str, text: Text, sure: Sequence[float], passes: list[int]) -> None:
         self.name = name
         self._text = text
+        self._sure = sure
+        self._passes = passes
 
     def start(self, sampler: Sampler) -> _Along:
         return self
 
     def draft(self, tokens: Sequence[int], k: int) -> Draft:
-        return self.draft_after(tokens, (), k)
+        return self._go_on(len(tokens) - len(self._text.prompt), k)
+
+    def _go_on(self, start: int, k: int) -> Draft:
+        answer, at = self._text.answer, start
+        ended: DraftEnd = "limit"
+        while at < min(start + k, len(answer)):
+            self._passes.append(at)
+            if self.gate is not None and not self.gate(at - start, self._sure[at] if self._sure else 1.0):
+                ended = "controller"
+                break
+            at += 1
+        return Draft(answer[start:at], None, ended)
+
+
+class _AlongOthers(_Along):
+    """The same of a model that can go on from the others' tokens."""
 
     def draft_after(self, tokens: Sequence[int], drafted: Sequence[int], k: int) -> Draft:
-        at = len(tokens) + len(drafted)
-        return Draft(self._text.tokens[at : at + k])
+        return self._go_on(len(tokens) + len(drafted) - len(self._text.prompt), k)
 
-    def steps(self, tokens: Sequence[int], drafted: Sequence[int], k: int) -> Steps:
-        return self.draft_after(tokens, drafted, k)
-        yield  # type: ignore[unreachable]  # a generator, as a cascade expects
+
+def _stand_in(drafter: Drafter, known: Trail, text: Text, sampler: Sampler, passes: list[int]) -> _Along:
+    goes_on = hasattr(drafter.start(sampler), "draft_after")
+    return (_AlongOthers if goes_on else _Along)(drafter.name, text, known.sure, passes)
 
 
 def cascade_starts(
     drafter: CascadeDrafter, trails: Sequence[Trail | None], text: Text, params: SamplingParams, rule: Rule
 ) -> Callable[[int], Start]:
     """Of a cascade: who copies really drafts, and each model in it stands for its ``Trail``."""
-    parts = [one if trails[i] is None else _Along(one.name, text) for i, one in enumerate(drafter.drafters)]
-    names = {one.name: trails[i] for i, one in enumerate(drafter.drafters)}
+    sampler, asked = sampler_of(text, params), list[int]()
+    members = list(zip(drafter.drafters, trails, strict=True))
+    parts = [one if known is None else _stand_in(one, known, text, sampler, asked) for one, known in members]
+    names = {one.name: known for one, known in members}
     known = next((one for one in trails if one is not None), None)
-    session = CascadeDrafter(parts, min_confidence=drafter.min_confidence).start(sampler_of(text, params))
+    session = CascadeDrafter(parts, min_confidence=drafter.min_confidence).start(sampler)
 
     def look(at: int) -> Start:
+        asked.clear()
         draft = session.draft(text.tokens[: len(text.prompt) + at], MOST)
-        so_far, reach, passed = (1.0, 1.0), [], []
+        so_far, reach = (1.0, 1.0), []
         for j, (token, source) in enumerate(zip(draft.tokens, draft.sources, strict=True)):
             place = at + j
             if place >= len(text.answer):
                 break
             model = names.get(source)
-            passed.append(model is not None)
             if model is not None:
                 so_far = _further(so_far, _share(model, place, rule, text), rule, own=text.own)
             elif token == text.answer[place]:
@@ -225,7 +250,7 @@ def cascade_starts(
             else:
                 so_far = (0.0, 0.0)
             reach.append(so_far[1])
-        return Start(tuple(reach), tuple(passed))
+        return Start(tuple(reach), tuple(asked.count(at + j) for j in range(len(reach) + 1)))
 
     found = [look(at) for at in range(len(text.answer))]
     return found.__getitem__
