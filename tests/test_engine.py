@@ -680,7 +680,7 @@ def test_where_arithmetic_is_the_limit_nobody_looks_for_copies() -> None:
             goodput.took(rows, max(8.0, float(rows)))
         engine = Engine(setting(TableModel(law, V), Counting(), goodput))
         goodput.took = lambda rows, seconds: None  # type: ignore[method-assign]
-        copied_texts(engine, count, 30)
+        engine.answers([request([1, 2], 30) for _ in range(count)])
     assert asked[2] > 0
     assert asked[24] == 0
 
