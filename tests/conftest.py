@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
+
+# Who is started in the background by a shell ignores Ctrl-C, and so do its children; some tests send it to theirs.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Before anything imports transformers or torch, which read these once.
 os.environ["HF_HUB_OFFLINE"] = "1"
