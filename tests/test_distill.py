@@ -213,7 +213,7 @@ def test_a_reduced_vocabulary_and_a_portable_one(job: Job) -> None:
     assert logits.shape == (4, 300)
     few = model.forward([5, 6, 7, 8], model.new_cache(), 4)
     assert torch.allclose(logits[:, model.output_ids], few, atol=1e-3), "the rows that were trained are as they were"
-    assert found[0].after.rate[1].value == pytest.approx(found[1].after.rate[1].value, abs=0.03)
+    assert found[1].after.rate[1].value > found[0].after.rate[1].value - 0.03, "the other rows take little from them"
     with pytest.raises(InputError, match="has a reduced vocabulary already"):
         run(replace(job, init=str(small.out), draft_vocab=10, out=job.out.parent / "x"))
 
