@@ -22,6 +22,7 @@ from distill_code import interval, split_arguments, train
 from slipstream.distill.acceptance import Exact, Overlaps, figures
 from slipstream.distill.documents import read_documents, split
 from slipstream.distill.run import along
+from slipstream.distill.schedule import VALIDATION
 from slipstream.distill.student import Student, read_start
 from slipstream.distill.tokens import Encoded, cut, encode_documents
 from slipstream.measure.document import tidy
@@ -69,7 +70,7 @@ def measured_on(corpus: Path, pattern: str, draft: Path, about: Description) -> 
     settings = json.loads((draft / "distill.json").read_text(encoding="utf-8"))["settings"]
     documents = split(read_documents([str(corpus)], pattern), settings["validation"], settings["seed"]).validation
     encoded = encode_documents(documents, about.tokenizer, about.vocab_size, about.name)
-    return cut(encoded, settings["length"], settings["validation_tokens"] or 8192)
+    return cut(encoded, settings["length"], settings["validation_tokens"] or VALIDATION)
 
 
 def matrix(

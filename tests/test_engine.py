@@ -654,7 +654,7 @@ def test_copies_of_a_cascade_are_judged_by_themselves(count: int) -> None:
 
 
 def test_where_arithmetic_is_the_limit_nobody_looks_for_copies() -> None:
-    """Looking for copies that are never verified took a twentieth of the time of 32 requests."""
+    """Looking for copies that are never verified took time from every step of a large batch."""
     asked: Counter[int] = Counter()
 
     class Counting(SuffixDrafter):

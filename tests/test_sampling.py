@@ -516,3 +516,24 @@ def test_many_greedy_samples_are_refused() -> None:
 )
 def test_values_with_a_meaning_pass(params: dict[str, Any]) -> None:
     validate(SamplingParams(**params), vocab_size=V)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5, 16])
+@pytest.mark.parametrize("vocab", [7, 1000, 50_001])
+def test_greedy_choices_are_what_distributions_would_say(rows: int, vocab: int) -> None:
+    """Of equal logits the lowest id, however many rows there are; nothing behind a row that cannot be sampled."""
+    logits = torch.randn(rows, vocab, generator=torch.Generator().manual_seed(vocab)).round()
+    logits[:, [3, vocab - 2]] = 9.0
+    greedy = Sampler(SamplingParams(temperature=0), 1, (), 0)
+    tokens = list(range(rows))
+    assert greedy.choices(logits, tokens) == [3] * rows == greedy.probs(logits, tokens).argmax(dim=-1).tolist()
+    alone = [greedy.choices(row[None], [0])[0] for row in logits]
+    assert alone == [3] * rows == [greedy.ahead(row[None], [0]).of for row in logits]
+    for broken in (float("nan"), float("inf")):
+        spoilt = logits.clone()
+        spoilt[-1, 5] = broken
+        if rows > 1:
+            assert greedy.choices(spoilt, tokens) == [3] * (rows - 1) + [-1]
+        else:
+            with pytest.raises(ModelError, match="logits hold"):
+                greedy.choices(spoilt, tokens)

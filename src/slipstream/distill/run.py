@@ -453,7 +453,7 @@ def _finish(run: Run) -> Result:
         out=job.out,
         before=figures(before, run.judge.costs),
         after=figures(after, run.judge.costs),
-        gain={t: gain(before, after, t) for t in (0, 1)},
+        gain={t: gain(before, after, t) for t in TEMPERATURES},
         costs=run.judge.costs,
         steps=run.trainer.step_number,
         stopped_early=run.trainer.step_number < run.trainer.recipe.steps,

@@ -27,7 +27,7 @@ _EVERY, _MEASURING, _TIMES = 50, 0.1, 5
 #: No draft sees more text in a minute than that, and the ids of a reduced vocabulary are counted in that at least.
 _TOKENS_A_MINUTE, _TOKENS = 200_000, 1_000_000
 #: Held-out tokens to measure at: so many, and of a short run so many for each minute but no fewer than the last.
-_VALIDATION, _VALIDATION_A_MINUTE, _VALIDATION_LEAST = 8192, 1024, 2048
+VALIDATION, _VALIDATION_A_MINUTE, _VALIDATION_LEAST = 8192, 1024, 2048
 
 
 @dataclass(frozen=True)
@@ -68,8 +68,8 @@ def tokens_to_measure_at(job: Job) -> int:
     if job.validation_tokens is not None:
         return job.validation_tokens
     if job.minutes is None:
-        return _VALIDATION
-    return min(_VALIDATION, max(_VALIDATION_LEAST, round(_VALIDATION_A_MINUTE * job.minutes)))
+        return VALIDATION
+    return min(VALIDATION, max(_VALIDATION_LEAST, round(_VALIDATION_A_MINUTE * job.minutes)))
 
 
 def plan(job: Job, rows: int, pace: Pace | None) -> Plan:

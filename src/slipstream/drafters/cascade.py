@@ -97,11 +97,7 @@ class CascadeSession:
         """Up to ``k`` tokens of the first drafter, if it copies; with ``sure``, those that a draft would begin with."""
         if self._names[0] not in self.copying:
             return Draft()
-        session = self._sessions[0]
-        least = self._least if sure else 0.0
-        session.gate = lambda _, confidence, *_source: confidence >= least
-        draft: Draft = session.draft(tokens, k)
-        return replace(draft, sources=draft.sources or (self._names[0],) * len(draft.tokens))
+        return run(self._ask(0, tokens, (), k, 0, sure=sure))
 
     def steps(self, tokens: Sequence[int], drafted: Sequence[int], k: int) -> Steps:
         """``draft_after``, a pass at a time."""
