@@ -474,12 +474,9 @@ def test_the_measured_peak_is_near_the_predicted_one(tmp_path: Path) -> None:
     model = describe(str(folder))
     predicted = peak(need(model, "fp16", Load(2048, 8, 5)), None)
     assert predicted > 1.5 * peak(need(model, "fp16", Load(2048, 1, 5)), None)
-    seen: list[int] = []
-    while len(seen) < 3 and not any(math.isclose(predicted, size, rel_tol=0.10) for size in seen):
-        found = measure_peak(Trial(((str(folder), "fp16"),), 2048, 4, batch=8))
-        assert isinstance(found, Peak), found
-        seen.append(found.bytes)  # an allocator that keeps what was freed adds to it now and then
-    assert math.isclose(predicted, min(seen), rel_tol=0.10), (predicted, seen)
+    found = measure_peak(Trial(((str(folder), "fp16"),), 2048, 4, batch=8))
+    assert isinstance(found, Peak), found
+    assert math.isclose(predicted, found.bytes, rel_tol=0.10)
 
 
 def test_a_trial_that_fails_says_why() -> None:
