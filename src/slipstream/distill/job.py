@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from slipstream.distill.losses import NAMES
+from slipstream.distill.losses import CROSS_ENTROPY, NAMES
 from slipstream.errors import InputError
 from slipstream.measure.expectation import Costs
 from slipstream.measure.files import write_whole
@@ -110,6 +110,7 @@ def check(job: Job) -> None:
         "--rank": (job.rank, 1, 4096),
         "--lora": (job.lora, 1, 4096),
         "--length": (job.length, 8, 1_000_000),
+        "--threads": (job.threads, 1, math.inf),
         "--steps": (job.steps, 1, math.inf),
         "--minutes": (job.minutes, 0.01, math.inf),
         "--learning-rate": (job.learning_rate, 1e-9, 10),
@@ -134,6 +135,10 @@ def check(job: Job) -> None:
         raise InputError("--steps and --minutes are both given; give one of them")
     if job.full_vocab and job.draft_vocab is None:
         raise InputError("--full-vocab is for --draft-vocab; without it the draft has the full vocabulary anyway")
+    if job.loss == CROSS_ENTROPY and job.on_policy:
+        raise InputError("--on-policy has no meaning with --loss ce: what the draft writes itself is no example; use kl")
+    if job.embeddings and (job.lora is not None or job.early_exit is not None):
+        raise InputError("--embeddings has no meaning where only adapters are trained; leave it or --lora out")
     if job.logs is not None and find_spec("tensorboard") is None:
         raise InputError("--logs needs the package tensorboard; install it with: pip install tensorboard")
     unfit = [
