@@ -373,6 +373,27 @@ def test_the_record_and_the_card(job: Job) -> None:
     assert (job.out / "acceptance.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_figures_for_tensorboard(job: Job, tmp_path: Path) -> None:
+    """Every step's, once: also of a run that was interrupted, and of the last moments before it ended."""
+    reading = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    job = replace(job, logs=str(tmp_path / "logs"))
+    with pytest.raises(Interrupted):
+        run(job, lambda step: step.number == 6 and signal.raise_signal(signal.SIGINT))
+    result, _ = run(replace(job, resume=True))
+    found = reading.EventAccumulator(job.logs)
+    found.Reload()
+    assert [(e.step, e.value) for e in found.Scalars("loss")] == [
+        (s.number, pytest.approx(s.loss, rel=1e-6)) for s in result.curve
+    ]
+    assert [e.step for e in found.Scalars("acceptance/T=0")] == [e.step for e in result.evaluations]
+    assert found.Scalars("predicted speed-up")[-1].value == pytest.approx(
+        result.evaluations[-1].speed_up.speed_up, rel=1e-6
+    )
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match=r"--logs '.*file/x' cannot be made: Not a directory; give another folder"):
+        run(replace(job, logs=str(tmp_path / "file" / "x"), out=tmp_path / "other"))
+
+
 def test_prompts_are_answered_once(job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("\n".join(json.dumps({"prompt": f"say {i} times {i * i}"}) for i in range(30)))

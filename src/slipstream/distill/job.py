@@ -139,8 +139,6 @@ def check(job: Job) -> None:
         raise InputError("--on-policy has no meaning with --loss ce: what the draft writes itself is no example; use kl")
     if job.embeddings and (job.lora is not None or job.early_exit is not None):
         raise InputError("--embeddings has no meaning where only adapters are trained; leave it or --lora out")
-    if job.logs is not None and find_spec("tensorboard") is None:
-        raise InputError("--logs needs the package tensorboard; install it with: pip install tensorboard")
     unfit = [
         o for o, given in (("--lora", job.lora), ("--draft-vocab", job.draft_vocab), ("--init", job.init)) if given
     ]
@@ -149,6 +147,8 @@ def check(job: Job) -> None:
     if job.early_exit is None and not job.init:
         raise InputError("--init is missing; give a draft model, prune:4, or layers:0,9,19,29")
     _check_places(job)
+    if job.logs is not None:
+        _check_logs(job.logs)
 
 
 def _check_places(job: Job) -> None:
@@ -162,6 +162,15 @@ def _check_places(job: Job) -> None:
         raise InputError(f"{str(job.work)!r} holds an unfinished run; go on with --resume, or remove it to start anew")
     if job.resume and not (job.work / SETTINGS).exists():
         raise InputError(f"there is no unfinished run in {str(job.work)!r}; leave --resume out")
+
+
+def _check_logs(folder: str) -> None:
+    if find_spec("tensorboard") is None:
+        raise InputError("--logs needs the package tensorboard; install it with: pip install tensorboard")
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"--logs {folder!r} cannot be made: {error.strerror or error}; give another folder") from error
 
 
 def remember(file: Path, facts: Mapping[str, Any]) -> None:

@@ -193,7 +193,10 @@ def distill(job: Job, observer: Observer) -> Result:
         if fresh and not any((job.work / name).exists() for name in (_STATE, ANSWERS)):
             shutil.rmtree(job.work)
         raise
-    _train(run)
+    try:
+        _train(run)
+    finally:
+        run.board.close()
     try:
         result = _finish(run)
     except Refused:
@@ -242,7 +245,8 @@ def _prepared(job: Job, target: Target, observer: Observer) -> Run:
     )
     if saved is not None:
         trainer.load(saved["trainer"])
-    return Run(job, target, data, start, student, trainer, chosen, judge, course, observer, Board(job.logs))
+    board = Board(job.logs, trainer.step_number)
+    return Run(job, target, data, start, student, trainer, chosen, judge, course, observer, board)
 
 
 def _begun(job: Job, judge: Judge, trial: Trainer, observer: Observer) -> tuple[Plan, _Course]:
