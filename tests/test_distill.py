@@ -219,6 +219,20 @@ def test_a_reduced_vocabulary_and_a_portable_one(job: Job) -> None:
         run(replace(job, init=str(small.out), draft_vocab=10, out=job.out.parent / "x"))
 
 
+def test_costs_are_those_of_the_draft_that_is_written(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With --full-vocab they were those of the reduced output layer, a fraction of it."""
+    sizes, measure = [], distilling.measure_costs
+
+    def measured(target: Any, draft: Any, tokens: Any) -> Costs:
+        sizes.append(draft.vocab_size)
+        return measure(target, draft, tokens)
+
+    monkeypatch.setattr(distilling, "measure_costs", measured)
+    for whole in (False, True):
+        run(replace(job, draft_vocab=16, full_vocab=whole, costs=None, steps=1, out=job.out.parent / f"{whole}"))
+    assert sizes == [16, 300]
+
+
 def test_an_output_layer_that_is_fitted(target: Path, texts: Path, job: Job) -> None:
     """Least squares against numpy's own; of all layers the fitted one is the target's; of some it is a better start."""
     whole = Target(str(target), "fp32")

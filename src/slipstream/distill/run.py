@@ -9,7 +9,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from io import BytesIO
 from pathlib import Path
 from time import perf_counter
@@ -297,7 +297,10 @@ def _recipe(job: Job, steps: int) -> Recipe:
 
 
 def _measured(job: Job, target: Target, start: Start, data: Data) -> Costs:
-    """Costs with the draft as it is before training: its speed depends on its shape only."""
+    """Costs with the draft as it is before training: its speed depends on the shape only that it will be written in."""
+    if job.full_vocab:
+        table = start.tensors["model.embed_tokens.weight"]
+        start = replace(start, head=torch.zeros_like(table), output_ids=None)
     with _written_in(job) as folder:
         save_student(Student(start), folder, torch.float32)
         if job.early_exit is not None:  # it drafts with the target's own weights
