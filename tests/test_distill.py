@@ -316,6 +316,17 @@ def test_steps_on_the_drafts_own_text_help_where_it_has_written_itself(job: Job)
     assert reached[1.0] > reached[0.0] + 0.03, reached
 
 
+@pytest.mark.parametrize("change", [{}, {"lora": 2}])
+def test_the_draft_writes_without_complaints(job: Job, change: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers' newer versions have another name for the cache, and say so once."""
+    from transformers.utils import generic
+
+    said: list[str] = []
+    monkeypatch.setattr(generic.logger, "warning_once", said.append, raising=False)
+    run(replace(job, on_policy=1.0, steps=2, **change))
+    assert not said
+
+
 def test_a_position_that_the_draft_wrote_weighs_as_much_as_any(job: Job) -> None:
     """The mean was taken over all positions of a row where only its end was learned from."""
     job.work.mkdir()

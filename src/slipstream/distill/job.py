@@ -122,6 +122,7 @@ def check(job: Job) -> None:
         "--patience": (job.patience, 1, math.inf),
         "--checkpoint-minutes": (job.checkpoint_minutes, 0, math.inf),
         "--answer-tokens": (job.answer_tokens, 1, math.inf),
+        "--answer-temperature": (job.answer_temperature, 0, 100),
     }
     for option, (value, low, high) in ranges.items():
         if value is not None and not low <= value <= high:
@@ -136,7 +137,9 @@ def check(job: Job) -> None:
     if job.full_vocab and job.draft_vocab is None:
         raise InputError("--full-vocab is for --draft-vocab; without it the draft has the full vocabulary anyway")
     if job.loss == CROSS_ENTROPY and job.on_policy:
-        raise InputError("--on-policy has no meaning with --loss ce: what the draft writes itself is no example; use kl")
+        raise InputError(
+            "--on-policy has no meaning with --loss ce: what the draft writes itself is no example; use kl"
+        )
     if job.embeddings and (job.lora is not None or job.early_exit is not None):
         raise InputError("--embeddings has no meaning where only adapters are trained; leave it or --lora out")
     unfit = [

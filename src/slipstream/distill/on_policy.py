@@ -21,17 +21,17 @@ def continue_rows(student: Student, ids: Tensor, scored: Tensor, generator: torc
     The draft's prefixes are the rows' own. A row's position is scored where its next token is one that was drawn, the
     last position too, as far as the row was scored at all.
     """
+    from transformers import DynamicCache
+
     reached = drawn_positions(scored)
     written = _written(ids.shape[1])
     prefix = ids[:, : ids.shape[1] - written]
     decoder: Any = student.decoder
-    argument = cache_argument(type(getattr(decoder, "base_model", decoder))) or "past_key_values"
-    cache: Any = None
+    plain = decoder.get_base_model() if hasattr(decoder, "get_base_model") else decoder
+    cache = {cache_argument(type(plain)) or "past_key_values": DynamicCache(config=plain.config)}
     new, drawn = prefix, [prefix]
     for _ in range(written):
-        out = decoder(input_ids=new, use_cache=True, **{argument: cache})
-        cache = out.past_key_values
-        states = out.last_hidden_state[:, -1]
+        states = decoder(input_ids=new, use_cache=True, **cache).last_hidden_state[:, -1]
         states = states if student.adapter is None else student.adapter(states)
         probs = torch.nn.functional.linear(states, student.head).float().softmax(dim=-1)
         rows = torch.multinomial(probs, 1, generator=generator)
