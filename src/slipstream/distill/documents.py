@@ -111,7 +111,7 @@ def split(documents: Sequence[Document], share: float, seed: int = 0) -> Split:
 
 
 def apart(training: Sequence[Document], validation: Sequence[Document]) -> tuple[list[Document], list[Document]]:
-    """Both sides; validation documents that occur in training documents, wholly or for the most part, go to training."""
+    """Both sides; validation documents that training documents hold, wholly or for the most part, go to training."""
     keys, lines = {d.key for d in training}, _lines(training)
     leaked = {d.id for d in validation if d.key in keys or _share_within(d, lines) >= _COPY}
     return [*training, *(d for d in validation if d.id in leaked)], [d for d in validation if d.id not in leaked]
