@@ -12,10 +12,11 @@ from scipy.stats import chisquare
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from fakes import all_outcomes, decode, joint_law, loaded_dice, softmax
-from slipstream import InputError, SpeculativeDecoding
+from slipstream import Draft, InputError, SamplingParams, SpeculativeDecoding
 from slipstream.drafters.early_exit import EarlyExitDrafter
 from slipstream.models.exit_head import ExitHead
 from slipstream.models.llama import LlamaModel
+from slipstream.sampling import Sampler
 from slipstream.verify import RULES
 from test_llama import TOKENS, ours, theirs
 
@@ -142,6 +143,74 @@ def test_a_cache_that_grows_keeps_what_was_drafted() -> None:
         model.exit_early([token], drafted, 2)
     expected, got = (model.forward(tokens[255:259], cache, 4) for cache in (plain, drafted))
     assert torch.allclose(got, expected, atol=1e-5)
+
+
+MIXED = [["suffix", "early-exit:2"], ["early-exit:2", "suffix"], ["suffix", "early-exit:1", "early-exit:2"]]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("members", MIXED)
+@pytest.mark.parametrize("k", [1, 4, "adaptive"])
+def test_early_exits_go_on_from_other_drafts(members: list[str], k: Any, temperature: float, kernels: str) -> None:
+    """In a cascade they were asked at the beginning of a draft only, and what came in between was read twice."""
+    model, settings = target(), {"max_new_tokens": 60, "ignore_eos": True, "temperature": temperature, "seed": 3}
+    prompt = [5, 6, 7, 8, 9, 5, 6, 7]
+    plain = SpeculativeDecoding(model, bit_exact=kernels == "native").complete([prompt], **settings)[0]
+    spec = SpeculativeDecoding(model, members, k, bit_exact=kernels == "native")
+    fast = spec.complete([prompt], **settings)[0]
+    if temperature == 0 or kernels == "native":
+        assert fast.tokens == plain.tokens
+    if k == 4:
+        assert all(fast.stats.drafted_by.get(name) for name in members[-1:])
+
+
+def test_an_early_exit_reads_what_others_drafted() -> None:
+    model = target()
+    fresh, session = (EarlyExitDrafter(model, 2).start(Sampler(SamplingParams(), 3, (), 0)) for _ in range(2))
+    for one in (fresh, session):
+        cache = model.new_cache()
+        model.forward(PROMPT[:-1], cache, 1)
+        one.share(cache)
+    three = fresh.draft(PROMPT, 3).tokens
+    assert session.draft(PROMPT, 1).tokens == three[:1]
+    assert session.draft_after(PROMPT, three[:1], 1).tokens == three[1:2]
+    assert session.draft_after(PROMPT, [9, 9], 2).tokens != ()  # others' tokens in the place of its own
+    assert session.draft_after(PROMPT, three[:2], 1).tokens == three[2:]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_mask_that_allows_nothing_behind_a_drafted_token_ends_the_draft(temperature: float) -> None:
+    """The answer failed, though plain decoding never comes there."""
+    model = target(weights="fp64")
+    plain = SpeculativeDecoding(model).complete([PROMPT], max_new_tokens=12, ignore_eos=True)[0].tokens
+
+    def only(tokens: Any, logits: torch.Tensor) -> torch.Tensor:
+        said = tuple(tokens[len(PROMPT) :])
+        masked = torch.full_like(logits, -float("inf"))
+        if said == plain[: len(said)] and len(said) < len(plain):
+            masked[plain[len(said)]] = 0.0
+            masked[(plain[len(said)] + 1) % 40] = -40.0  # a way into a dead end, which is never taken
+        return masked
+
+    settings = {"max_new_tokens": 12, "ignore_eos": True, "temperature": temperature, "logits_processors": [only]}
+    spec = SpeculativeDecoding(model, "early-exit:2", k=4)
+    spec.drafter.start, begin = lambda sampler: Blind(begin(sampler)), spec.drafter.start
+    output = spec.complete([PROMPT], **settings, seed=1)[0]
+    assert output.tokens == plain
+    assert output.stats.rounds_by_end["vocabulary"] > 0
+
+
+class Blind:
+    """A session as it is, whose first token of each draft is another drafter's wrong one."""
+
+    def __init__(self, session: Any) -> None:
+        self._session = session
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._session, name)
+
+    def draft(self, tokens: Any, k: int) -> Any:
+        return self._session.draft_after(tokens, [0], k - 1) if k > 1 else Draft()
 
 
 @pytest.mark.parametrize(
