@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 from scipy.stats import chisquare
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from fakes import all_outcomes, decode, joint_law, loaded_dice, softmax
 from slipstream import Draft, InputError, SamplingParams, SpeculativeDecoding
+from slipstream.cli.main import cli
 from slipstream.drafters.early_exit import EarlyExitDrafter
 from slipstream.models.exit_head import ExitHead
 from slipstream.models.llama import LlamaModel
@@ -225,6 +228,22 @@ class Blind:
 def test_numbers_of_layers_that_do_not_fit(name: str, message: str) -> None:
     with pytest.raises(InputError, match=message):
         SpeculativeDecoding(target(), name)
+
+
+@pytest.mark.parametrize("command", ["", "generate", "bench", "plan"])
+def test_numbers_of_layers_are_checked_before_weights_are_read(
+    command: str, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It took minutes with a large model to be told."""
+    monkeypatch.setattr(LlamaModel, "__init__", lambda *_args, **_more: pytest.fail("weights were read"))
+    if not command:
+        with pytest.raises(InputError, match="of its 2 layers use 1 to 1"):
+            SpeculativeDecoding(tiny_checkpoint, ["suffix", "early-exit:2"])
+        return
+    given = {"generate": ["-p", "a", "--draft"], "bench": ["--draft"], "plan": ["--drafts"]}[command]
+    result = CliRunner().invoke(cli, [command, str(tiny_checkpoint), *given, "early-exit:2"], prog_name="slipstream")
+    assert result.exit_code == 2, result.output
+    assert "early-exit:2 does not fit" in result.stderr
 
 
 def test_a_model_behind_the_adapter_cannot_exit_early() -> None:

@@ -6,7 +6,7 @@ compute, so it goes on from there. How good such a draft is depends on the model
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import nan
 from pathlib import Path
 from typing import Any
@@ -37,8 +37,7 @@ class EarlyExitDrafter:
         total = getattr(target, "num_layers", None)
         if total is None or not hasattr(target, "exit_early"):
             raise InputError(f"{PREFIX}{layers} needs the lean decoder, and {target.name} runs behind the adapter")
-        if not 1 <= layers < total:
-            raise InputError(f"{PREFIX}{layers} does not fit {target.name}: of its {total} layers use 1 to {total - 1}")
+        _check_layers(layers, total, target.name)
         self.name = f"{PREFIX}{layers}"
         self.layers = layers
         lean: Any = target
@@ -123,10 +122,32 @@ def early_exit(name: str, target: Model) -> EarlyExitDrafter:
     Raises:
         InputError: what follows the colon is neither a number of layers of ``target`` nor such a folder.
     """
+    return EarlyExitDrafter(target, *_meant(name))
+
+
+def check_early_exit(name: str, config: Mapping[str, Any], target: str) -> None:
+    """What ``early_exit`` refuses, before weights are read, as far as the target's ``config`` tells.
+
+    Raises:
+        InputError: as ``early_exit``.
+    """
+    layers, _ = _meant(name)
+    total = config.get("num_hidden_layers")
+    if isinstance(total, int):
+        _check_layers(layers, total, target)
+
+
+def _meant(name: str) -> tuple[int, ExitHead | None]:
+    """Number of layers, and the head behind them."""
     given = name.removeprefix(PREFIX)
     if given and Path(given).is_dir():
         head = read_exit_head(Path(given))
-        return EarlyExitDrafter(target, head.layers, head)
+        return head.layers, head
     if not given.isdecimal():
         raise InputError(f"the draft {name!r} names no number of layers; write for example {PREFIX}8")
-    return EarlyExitDrafter(target, int(given))
+    return int(given), None
+
+
+def _check_layers(layers: int, total: int, target: str) -> None:
+    if not 1 <= layers < total:
+        raise InputError(f"{PREFIX}{layers} does not fit {target}: of its {total} layers use 1 to {total - 1}")
