@@ -10,10 +10,10 @@ Two workloads, each of ten requests about one file of Python:
   agent that keeps its file elsewhere writes it anew each time, so only earlier answers can be copied from.
 
 The requests are answered once with an empty store, which that pass fills, and then again by all ways, one after the
-other, in an order that moves on: plainly, without a store, and with it. In this second pass the store holds an answer to
-the very request, as when an agent starts its task again; the first pass is reported too, in which it holds earlier
-versions only. Ratios are request by request against the same one without a store. Greedy, so tokens a round and passes do
-not depend on a clock with a number for k. Prints a table and, as the last line, one JSON document.
+other, in an order that moves on: plainly, without a store, and with it. In this second pass the store holds an answer
+to the very request, as when an agent starts its task again; the first pass is reported too, in which it holds earlier
+versions only. Ratios are request by request against the same one without a store. Greedy. Prints a table and, as the
+last line, one JSON document.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ SYSTEM = "You edit Python files. Reply with the whole file in one code block, an
 WRITES = "You write Python files. Reply with the whole file in one code block, and with nothing else."
 TASK = """Write the file `inventory.py`. It keeps the stock of a small shop: a class `Inventory` with the methods
 `add(name, count, price)`, `remove(name, count)`, `total()` (the value of everything in stock), `find(text)` (names
-that contain the text), `save(path)` and `load(path)` (JSON), and a function `main()` that adds three articles and prints
-the total."""
+that contain the text), `save(path)` and `load(path)` (JSON), and a function `main()` that adds three articles and
+prints the total."""
 CHANGES = (
     "every method has a docstring of one line",
     "`add` raises ValueError if the count is not positive",

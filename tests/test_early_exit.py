@@ -16,6 +16,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 from fakes import all_outcomes, decode, joint_law, loaded_dice, softmax
 from slipstream import Draft, InputError, SamplingParams, SpeculativeDecoding
 from slipstream.cli.main import cli
+from slipstream.drafters import CascadeDrafter, Drafter, SuffixDrafter
 from slipstream.drafters.early_exit import EarlyExitDrafter
 from slipstream.models.exit_head import ExitHead
 from slipstream.models.llama import LlamaModel
@@ -72,18 +73,25 @@ def test_sampled_answers_follow_the_target(kernels: str) -> None:
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("k", [1, 2])
-@pytest.mark.parametrize("headed", [False, True])
-def test_joint_law_by_enumeration(headed: bool, k: int, rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every way that draft, acceptance and sampling can fall, with the bare layers and with an exit head."""
-    model, prompt = target(vocab=3, weights="fp64"), [1, 2]
+@pytest.mark.parametrize("kind", ["bare", "headed", "copied, then drawn", "drawn, then drawn"])
+def test_joint_law_by_enumeration(kind: str, k: int, rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """D4. Every way that draft, acceptance and sampling can fall: bare layers, an exit head, members of a cascade."""
+    model, prompt = target(vocab=3, weights="fp64"), [1, 2, 1]
     torch.manual_seed(1)
-    head = ExitHead(2, torch.rand(32) + 0.5, torch.randn(4, 32), torch.randn(32, 4) / 8) if headed else None
+    head = ExitHead(2, torch.rand(32) + 0.5, torch.randn(4, 32), torch.randn(32, 4) / 8) if kind == "headed" else None
+    copier = SuffixDrafter(min_probability=0, factor=1)
+
+    def drafter() -> Drafter:
+        if kind == "copied, then drawn":
+            return CascadeDrafter([copier, EarlyExitDrafter(model, 2)], min_confidence=0.2)
+        if kind == "drawn, then drawn":
+            return CascadeDrafter([EarlyExitDrafter(model, 2), EarlyExitDrafter(model, 3)], min_confidence=0.6)
+        return EarlyExitDrafter(model, 2, head)
 
     def program(dice: Any) -> tuple[int, ...]:
         with monkeypatch.context() as loaded:
             loaded_dice(loaded, dice)
-            drafter = EarlyExitDrafter(model, 2, head)
-            return tuple(decode(model, drafter, prompt, k=k, rule=rule, max_new_tokens=3, temperature=1.0)[0])
+            return tuple(decode(model, drafter(), prompt, k=k, rule=rule, max_new_tokens=3, temperature=1.0)[0])
 
     law = all_outcomes(program)
     expected = joint_law(lambda tokens: model.forward(tokens, model.new_cache(), 1)[0], prompt, 3, softmax)
