@@ -147,7 +147,8 @@ h1 {{ font-size: 1.5em }} h2 {{ font-size: 1.15em; margin-top: 2em }}
 .verdict {{ font-size: 1.15em; border-left: 4px solid {colour}; padding: .4em 1em; background: #f7f7f7 }}
 .wide {{ overflow-x: auto }}
 table {{ border-collapse: collapse; margin: 1em 0 }} td, th {{ padding: .2em .9em .2em 0; text-align: right }}
-td:first-child, th:first-child, td.how {{ text-align: left }} td.how {{ color: #666; font-size: 14px; overflow-wrap: anywhere; min-width: 9em }}
+td:first-child, th:first-child, td.how {{ text-align: left }} td.how {{ color: #666; font-size: 14px }}
+td.how {{ overflow-wrap: anywhere; min-width: 9em }}
 tr {{ border-bottom: 1px solid #ddd }} svg {{ max-width: 100%; height: auto }}
 </style></head><body>
 <h1>What speculation saves</h1>

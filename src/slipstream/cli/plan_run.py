@@ -186,6 +186,9 @@ def _checked(task: PlanTask, subject: Subject, made: Made, found: Gathered, ledg
         again = _real_run(subject, made, ledger, task, _REPEATS)
         checked = validation(made, subject, found, [*once, *again])
     plan = replace(made.plan, validation=checked)
+    if checked is None:
+        said = f"The prediction was not checked: answers this short never kept {task.batch} places busy at once."
+        plan = replace(plan, notes=(said, *plan.notes))
     return replace(plan, notes=(*contradiction(plan), *plan.notes))
 
 

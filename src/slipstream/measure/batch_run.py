@@ -12,6 +12,7 @@ from slipstream.drafters import Drafter, NoDrafter
 from slipstream.engine import Engine
 from slipstream.measure.planning import Point, Subject
 from slipstream.measure.prompts import BenchPrompt
+from slipstream.models.base import PREFILL_CHUNK
 from slipstream.seats import Limits
 from slipstream.types import Event, Request, SamplingParams
 
@@ -59,7 +60,7 @@ def run_batch(subject: Subject, run: BatchRun, into: list[Point]) -> Iterator[st
     """One point a turn, where there were full steps of both ways; tells before each way of each turn.
 
     Prompts follow each other until each place has answered about one, so that the batch stays full; steps in which
-    some request reads its prompt do not count.
+    some request reads its prompt do not count. Prompts are read in large parts, so that all are soon past theirs.
     """
     ways = {
         name: Setting(subject.target, drafter, make_policy(k), subject.target.tokenizer, subject.rule, coupled=False)
@@ -89,7 +90,7 @@ def _ways(subject: Subject, run: BatchRun) -> list[tuple[str, Drafter, int]]:
 
 def _answered(setting: Setting, run: BatchRun, params: SamplingParams, first: int) -> _Full:
     """Answers from prompt ``first`` on, two for each place at most, until there are tokens for about one of them."""
-    engine, full = Engine(setting, Limits(requests=run.batch, prefix=0)), _Full()
+    engine, full = Engine(setting, Limits(requests=run.batch, rows=PREFILL_CHUNK, prefix=0)), _Full()
     for at in range(2 * run.batch):
         engine.add(Request(run.prompts[(first + at) % len(run.prompts)].ids, params))
     begun: set[int] = set()
