@@ -378,6 +378,23 @@ def test_generate_takes_what_the_plan_recommends(tiny_checkpoint: Path, tmp_path
     assert "cannot be read" in invoke(*args[:3], tmp_path / "none", *args[4:]).stderr
 
 
+def test_serve_takes_what_the_plan_recommends_but_for_k(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The documents said so, and there was no such option. k follows the load, which a plan cannot know."""
+    from slipstream.cli import serve_run
+
+    taken: list[dict[str, Any]] = []
+    monkeypatch.setattr(serve_run, "run", lambda options: taken.append(options) or 0)
+    (tmp_path / "serve.toml").write_text('draft = "suffix"\n')
+    for more in ((), ("--draft", "none", "-k", 2), ("--config", tmp_path / "serve.toml")):
+        assert invoke("serve", "models/target", "--plan", EXAMPLE, *more).exit_code == 0
+    assert [(o["draft"], o["k"]) for o in taken] == [
+        (example()["verdict"]["draft"], "adaptive"),
+        ("none", 2),
+        ("suffix", "adaptive"),
+    ]
+    assert all(o["weights"] == example()["target"]["weights"] and "plan" not in o for o in taken)
+
+
 def test_what_is_recommended() -> None:
     found = recommended(load(str(EXAMPLE)))
     assert found == {
