@@ -5,7 +5,7 @@ A field that is not here is refused by name. So are those of ``NOT_SUPPORTED``, 
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
@@ -115,7 +115,7 @@ class Function(Strict):
     parameters: dict[str, Any] | None = None
     """A JSON schema."""
     strict: bool | None = None
-    """Whether arguments have to follow the schema: only where a call is forced by ``tool_choice``."""
+    """Whether arguments have to follow the schema; where ``tool_choice`` forces a call they do anyway."""
 
 
 class Tool(Strict):
@@ -170,6 +170,8 @@ class AsSchema(Strict):
 class Generation(Strict):
     """What all requests for text have in common."""
 
+    asks: ClassVar[str] = "prompt"
+    """The field that holds the prompt."""
     model: Annotated[str, Field(max_length=1024)] | None = None
     n: Annotated[int, Field(ge=1, le=128)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
@@ -211,7 +213,7 @@ class Generation(Strict):
         for name, neutral in NOT_SUPPORTED.items():
             if name in kept and name not in cls.model_fields:
                 value = kept.pop(name)
-                if value is not None and value not in neutral:
+                if value is not None and not any(type(value) is type(v) and value == v for v in neutral):
                     raise PydanticCustomError("not_supported", "{name} is not supported; leave it out", {"name": name})
         return kept
 
@@ -239,6 +241,7 @@ class CompletionRequest(Generation):
 class ChatRequest(Generation):
     """``POST /v1/chat/completions``."""
 
+    asks = "messages"
     messages: Annotated[list[Message], Field(min_length=1, max_length=10_000)]
     max_completion_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     logprobs: bool | None = None
