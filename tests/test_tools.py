@@ -202,8 +202,9 @@ def test_forced_calls_are_calls(style: Style, several: bool) -> None:
 
 def tagged_tokenizer(tagged: bool) -> Any:
     """Of bytes; ``tagged``: with tokens for the tags of calls and thoughts, shown as text, as Qwen's has."""
-    from conftest import byte_tokenizer
     from transformers import AddedToken
+
+    from conftest import byte_tokenizer
 
     tokenizer = byte_tokenizer()
     if tagged:
@@ -258,7 +259,7 @@ FREE: list[tuple[Style, bool, str, bool | None]] = [
 def test_where_a_call_may_come(style: Style, several: bool, text: str, ends: bool | None, tokens: str) -> None:
     """Text is free; a call of a strict tool cannot become anything else. ``ends``: the answer may end there.
 
-    llguidance takes tokens such as ``<tool_call>`` for no text: forced calls had to spell the tag out, as no model does.
+    llguidance takes tokens such as ``<tool_call>`` for no text: forced calls had to spell the tag out.
     """
     from slipstream.grammar import Grammars
 

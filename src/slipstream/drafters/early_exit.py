@@ -6,15 +6,17 @@ compute, so it goes on from there. How good such a draft is depends on the model
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from math import nan
 from pathlib import Path
 from typing import Any
 
-from slipstream.drafters.base import Drawn, Gate
+from torch import Tensor
+
+from slipstream.drafters.base import Drawn, Gate, Read, Steps, run
 from slipstream.errors import InputError
 from slipstream.models.base import Cache, Model
-from slipstream.models.exit_head import ExitHead, read_exit_head
+from slipstream.models.exit_head import Exit, ExitHead, read_exit_head
 from slipstream.sampling import Sampler
 from slipstream.types import Draft, DraftEnd
 
@@ -22,7 +24,7 @@ PREFIX = "early-exit:"
 
 
 class EarlyExitDrafter:
-    """Drafts with the first ``layers`` layers of ``target``.
+    """Drafts with the first ``layers`` layers of ``target``; ``left`` is the share of them that verification adds.
 
     Args:
         target: runs in the lean decoder.
@@ -41,9 +43,10 @@ class EarlyExitDrafter:
             raise InputError(f"{PREFIX}{layers} does not fit {target.name}: of its {total} layers use 1 to {total - 1}")
         self.name = f"{PREFIX}{layers}"
         self.layers = layers
+        self.left = 1 - layers / total
         lean: Any = target
         self.target = lean
-        self.head: ExitHead | None = None if head is None else lean.fit(head)
+        self.exit = Exit(layers, None if head is None else lean.fit(head))
 
     def start(self, sampler: Sampler) -> EarlyExitSession:
         """Begin one request."""
@@ -66,16 +69,22 @@ class EarlyExitSession:
 
     def draft(self, tokens: Sequence[int], k: int) -> Draft:
         """Draw up to ``k`` tokens; none while the target's cache lacks more than the last token."""
+        return run(self.steps(tokens, (), k))
+
+    def steps(self, tokens: Sequence[int], drafted: Sequence[int], k: int) -> Steps:
+        """``draft``, a pass at a time; nothing behind tokens that others drafted."""
         target, cache = self._drafter.target, self._cache
+        if drafted:
+            return Draft()
         if target.max_positions is not None:
             k = min(k, target.max_positions - len(tokens))
         if cache is None or cache.length != len(tokens) - 1 or k <= 0:
             return Draft()
         cache.truncate(cache.length)  # nothing of an earlier draft is left
         drawn = Drawn()
-        return drawn.draft(self._draw(tokens, cache, k, drawn))
+        return drawn.draft((yield from self._draw(tokens, cache, k, drawn)))
 
-    def _draw(self, tokens: Sequence[int], cache: Cache, k: int, drawn: Drawn) -> DraftEnd:
+    def _draw(self, tokens: Sequence[int], cache: Cache, k: int, drawn: Drawn) -> Generator[Read, Tensor, DraftEnd]:
         """Add up to ``k`` tokens to ``drawn``; why there are no more."""
         target = self._drafter.target
         while len(drawn.tokens) < k:
@@ -84,7 +93,7 @@ class EarlyExitSession:
             context = [*tokens, *drawn.tokens]
             if context[-1] >= target.embedding_size:
                 break
-            logits = target.exit_early(context[-1:], cache, self._drafter.layers, head=self._drafter.head)
+            logits = yield Read(target, context[-1:], cache, exit=self._drafter.exit)
             if bool(logits.isnan().any()):
                 break
             ahead = self._sampler.ahead(logits, context)

@@ -1,7 +1,7 @@
 """Grammars of tool calls, in Lark's notation: one that has to come, and one that may.
 
-Where a call may come, text is free until one begins: behind the opening tag (Hermes), or in a message that begins with a
-brace (Llama 3), nothing but a call of an offered tool is left. Tags are tokens of their own in many tokenizers, and are
+Where a call may come, text is free until one begins: behind the opening tag (Hermes), or in a message that begins with
+a brace (Llama 3), only a call of an offered tool is left. Tags are tokens of their own in many tokenizers, and are
 written as such; spelled out they mean the same.
 """
 
