@@ -631,6 +631,21 @@ def test_what_is_done_anyway_may_be_said(parrot: Served) -> None:
     assert whole(parrot, CHAT, body)["choices"][0]["message"]["content"] == "ab"
 
 
+def test_numbers_of_json(parrot: Served) -> None:
+    """4.0 is 4, as the OpenAPI document has it; 4.5 is no number of tokens."""
+    body = {"messages": user("abcdefgh"), "max_tokens": 4.0, "n": 1.0, "speculation": {"k": 2.0}}
+    assert whole(parrot, CHAT, body)["usage"]["completion_tokens"] == 4
+    assert whole(parrot, TEXTS, {"prompt": [1.0, 30.0], "max_tokens": 1})["usage"]["prompt_tokens"] == 2
+    assert post(parrot, CHAT, {**body, "max_tokens": 4.5}).status_code == 400
+    assert post(parrot, CHAT, {**body, "max_tokens": True}).status_code == 400
+
+
+def test_health_is_told_to_balancers_that_only_want_the_head(parrot: Served) -> None:
+    for path in ("/health", "/ready"):
+        response = httpx.head(parrot.url + path)
+        assert (response.status_code, response.content) == (200, b"")
+
+
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b'"a"', b"\xff", b"[" * 100_000, b'{"messages": NaN}', b"null"])
 def test_what_is_no_request(parrot: Served, body: bytes) -> None:
     response = httpx.post(parrot.url + CHAT, content=body, headers={"Content-Type": "application/json"})

@@ -40,7 +40,7 @@ async def _call(body: ChatRequest, service: Service, tools: Offer | None) -> Cal
     if body.top_logprobs is not None and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs=true", param="top_logprobs")
     messages = rendered(body.messages, tools=service.texts.tool_style is not None)
-    with naming("messages"):
+    with naming("messages", service):
         prompt = await service.texts.encode_chat(messages, None if tools is None else tools.shown)
     top = (body.top_logprobs or 0) if body.logprobs else None
     asked = Asked(_most(body), top, None if tools is None else tools.grammar)

@@ -39,7 +39,7 @@ async def completions(body: CompletionRequest, http: HttpRequest) -> Response:
 async def _call(body: CompletionRequest, service: Service) -> Call:
     if body.echo and body.logprobs is not None:
         raise ApiError(400, "echo with logprobs is not supported: log-probabilities are of answers", param="echo")
-    with naming("prompt"):
+    with naming("prompt", service):
         prompts = [await service.texts.encode(prompt) for prompt in _prompts(body.prompt)]
     most = _LENGTH if body.max_tokens is None else body.max_tokens
     requests = await prepare(body, service, prompts, Asked(most, body.logprobs))

@@ -75,12 +75,13 @@ async def prepare(
 
 
 @contextmanager
-def naming(field: str) -> Iterator[None]:
-    """Input that cannot be used is that of a ``field``."""
+def naming(field: str, service: Service) -> Iterator[None]:
+    """Input that cannot be used is that of a ``field``; the target is called as clients know it, not by its path."""
     try:
         yield
     except InputError as error:
-        raise ApiError(400, str(error), param=field, code="invalid_value") from error
+        told = str(error).replace(f" {service.engine.setting.target.name} ", f" {service.options.name} ")
+        raise ApiError(400, told, param=field, code="invalid_value") from error
 
 
 def _check_lengths(prompts: Sequence[tuple[int, ...]], service: Service, name: str) -> None:
@@ -125,7 +126,7 @@ def _sampling_params(body: Generation, service: Service, prompt: int, asked: Ask
         raise ApiError(400, what, param="min_tokens")
     given = {name: value for name, value in given.items() if value is not None}
     for name in given.keys() & {"logit_bias", "stop_token_ids"}:  # what may be said there depends on the model
-        with naming(name):
+        with naming(name, service):
             validate(SamplingParams(**{name: given[name]}), service.engine.setting.target.vocab_size)
     return SamplingParams(**given)
 
