@@ -22,11 +22,13 @@ from slipstream import Draft, InputError, ModelError, Output, SamplingParams, Sp
 from slipstream.answers import Setting
 from slipstream.controller import Adaptive, AdaptiveController, Fixed, Policy
 from slipstream.drafters import CascadeDrafter, Drafter, EarlyExitDrafter, ModelDrafter, NoDrafter, SuffixDrafter
+from slipstream.drafters.base import Read
 from slipstream.engine import Engine
 from slipstream.estimates import Costs
 from slipstream.goodput import Goodput, choose
+from slipstream.lockstep import together
 from slipstream.models.base import Item, forward_each
-from slipstream.models.exit_head import ExitHead
+from slipstream.models.exit_head import Exit, ExitHead
 from slipstream.models.native.build import library
 from slipstream.prefix import BLOCK, PrefixCache
 from slipstream.sampling import Sampler
@@ -328,6 +330,21 @@ def test_early_exits_of_all_requests_advance_together(native: Any, draft: str, m
         assert len(seen) - before <= 5
     assert [outputs[i].tokens for i in ids] == expected
     assert (4, (0, 1)) in seen
+
+
+@needs_native
+def test_an_early_exit_that_fails_is_one_failure(native: Any) -> None:
+    def drafting(token: int, cache: Any) -> Any:
+        return (yield Read(native, [token], cache, exit=leave))
+
+    leave = Exit(1)
+    caches = [native.new_cache() for _ in range(3)]
+    steps = {i: drafting(token, cache) for i, (token, cache) in enumerate(zip((4, 10**6, 5), caches, strict=True))}
+    found = together(steps, lambda key, read: True, lambda *_: None)
+    assert isinstance(found[1], Exception)
+    for i, token in ((0, 4), (2, 5)):
+        assert torch.equal(found[i], native.exit_early([token], native.new_cache(), 1))
+        assert caches[i].ahead.tokens == (token,)
 
 
 def test_the_price_of_a_round_leaves_out_what_drafting_did() -> None:

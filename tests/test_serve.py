@@ -456,6 +456,25 @@ def test_calls_of_strict_tools_follow_their_schemas(parrot: Served) -> None:
     assert message["message"] == {"content": "Nothing to call.", "calls": []}
 
 
+def test_tools_of_pydantic_by_the_client(parrot: Served) -> None:
+    """The client makes them strict, so all of them were refused."""
+    import openai
+    from pydantic import BaseModel
+
+    class Weather(BaseModel):
+        city: str
+        days: int
+
+    call = '<tool_call>\n{"name": "Weather", "arguments": {"city": "Rome", "days": 3}}\n</tool_call>'
+    tools, client = [openai.pydantic_function_tool(Weather)], parrot.client()
+    for text in (call, call.replace("3", "true")):
+        asked = {"model": NAME, "messages": user(text), "tools": tools, "temperature": 0, "max_tokens": 120}
+        (made,) = client.chat.completions.parse(**asked).choices[0].message.tool_calls
+        found = made.function.parsed_arguments
+        assert isinstance(found, Weather)
+        assert found.city == "Rome"
+
+
 @pytest.mark.parametrize("tool", ["strict", "loose"])
 def test_no_second_call_where_there_may_be_one(parrot: Served, tool: str) -> None:
     tools = [STRICT_TOOL] if tool == "strict" else TOOLS

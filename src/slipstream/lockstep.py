@@ -10,6 +10,7 @@ from torch import Tensor
 
 from slipstream.drafters.base import Read
 from slipstream.models.base import Item, forward_each
+from slipstream.models.exit_head import Exit
 
 Key = TypeVar("Key")
 Passes = Generator[Read, Tensor, Any]
@@ -52,14 +53,25 @@ def together(
 
 
 def _passed(like: Read, items: Sequence[Item]) -> list[Tensor | Exception]:
-    """The pass; of one that ends early, everybody's failure is that of all."""
+    """The pass that all of ``items`` wait for; it ends where that of ``like`` does."""
     if like.exit is None:
         return forward_each(like.model, items)
     model: Any = like.model
+    before = [item.cache.ahead for item in items]
     try:
         return list(model.exit_early_batch(items, like.exit.layers, like.exit.head))
+    except Exception:  # whose fault it is shows one by one
+        for item, ahead in zip(items, before, strict=True):
+            item.cache.ahead = ahead
+    return [_left_early(model, item, like.exit) for item in items]
+
+
+def _left_early(model: Any, item: Item, leave: Exit) -> Tensor | Exception:
+    try:
+        logits: Tensor = model.exit_early(item.tokens, item.cache, leave.layers, item.num_logits, leave.head)
+        return logits
     except Exception as error:
-        return [error] * len(items)
+        return error
 
 
 def _sent(one: Passes, rows: Tensor | Exception) -> Read:
