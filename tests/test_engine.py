@@ -771,7 +771,7 @@ def test_where_arithmetic_is_the_limit_nobody_looks_for_copies() -> None:
         for rows in range(1, 80):
             goodput.took(rows, max(8.0, float(rows)))
         engine = Engine(setting(TableModel(law, V), Counting(), goodput))
-        goodput.took = lambda rows, seconds: None  # type: ignore[method-assign]
+        goodput.took = lambda rows, seconds, begun=0: None  # type: ignore[method-assign]
         engine.answers([request([1, 2], 30) for _ in range(count)])
     assert asked[2] > 0
     assert asked[24] == 0
