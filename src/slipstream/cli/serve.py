@@ -22,7 +22,12 @@ Any OpenAI client works: base_url="http://127.0.0.1:8000/v1", api_key="none".
 
 @click.command("serve", epilog=_EXAMPLES)
 @click.argument("model", metavar="TARGET")
-@click.option("--draft", default="suffix", metavar="DRAFT", help="suffix (default), a model, suffix,MODEL, none.")
+@click.option(
+    "--draft",
+    default="suffix",
+    metavar="DRAFT",
+    help="suffix (default), a model, early-exit:LAYERS, several (suffix,MODEL), none.",
+)
 @click.option(
     "-k",
     "k",
