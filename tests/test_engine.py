@@ -22,10 +22,13 @@ from slipstream import Draft, InputError, ModelError, Output, SamplingParams, Sp
 from slipstream.answers import Setting
 from slipstream.controller import Adaptive, AdaptiveController, Fixed, Policy
 from slipstream.drafters import CascadeDrafter, Drafter, EarlyExitDrafter, ModelDrafter, NoDrafter, SuffixDrafter
+from slipstream.drafters.base import Read
 from slipstream.engine import Engine
 from slipstream.estimates import Costs
 from slipstream.goodput import Goodput, choose
+from slipstream.lockstep import together
 from slipstream.models.base import Item, forward_each
+from slipstream.models.exit_head import Exit, ExitHead
 from slipstream.models.native.build import library
 from slipstream.prefix import BLOCK, PrefixCache
 from slipstream.sampling import Sampler
@@ -258,15 +261,104 @@ def test_rows_of_a_batch_have_the_bits_of_their_own_passes(family: str) -> None:
     assert [cache.length for cache in caches] == [len(p) for p in prompts]
 
 
+def passes_of(model: Any, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, tuple[int, int] | None]]:
+    """Rows and layers of each native pass from now on."""
+    seen: list[tuple[int, tuple[int, int] | None]] = []
+    forward = model._stack.forward
+
+    def counted(x: Tensor, rows: Any, turns: Any, num_logits: int, layers: Any = None) -> Tensor:
+        seen.append((len(x), layers))
+        return forward(x, rows, turns, num_logits, layers)
+
+    monkeypatch.setattr(model._stack, "forward", counted)
+    return seen
+
+
 @needs_native
-def test_a_batch_goes_on_from_early_exits(native: Any) -> None:
-    caches = [native.new_cache() for _ in range(3)]
-    fresh = [native.new_cache() for _ in range(3)]
+def test_a_batch_goes_on_from_early_exits(native: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one pass, whatever has been drafted of it: these used to be verified one after the other."""
+    caches = [native.new_cache() for _ in range(5)]
+    fresh = [native.new_cache() for _ in range(5)]
+    for cache in (*caches, *fresh):
+        native.forward([9, 8, 7], cache, 0)
     native.exit_early([4, 5], caches[1], 1)
-    tokens = [[1, 2], [4, 5, 6], [7]]
-    together = native.forward_batch([Item(t, c, len(t)) for t, c in zip(tokens, caches, strict=True)])
-    expected = [native.forward(t, c, len(t)) for t, c in zip(tokens, fresh, strict=True)]
+    native.exit_early([3, 6], caches[3], 1)
+    native.exit_early([8], caches[4], 1)
+    tokens = [[1, 2], [4, 5, 6], [7], [3, 5, 5], [9, 9]]
+    wanted = [1, 3, 0, 2, 2]
+    expected = [native.forward(t, c, n) for t, c, n in zip(tokens, fresh, wanted, strict=True)]
+    seen = passes_of(native, monkeypatch)
+    together = native.forward_batch([Item(t, c, n) for t, c, n in zip(tokens, caches, wanted, strict=True)])
     assert all(torch.equal(a, b) for a, b in zip(together, expected, strict=True))
+    assert seen == [(8, (0, 1)), (11, (1, native.num_layers))]
+    assert [c.length for c in caches] == [c.length for c in fresh]
+    assert all(c.ahead is None for c in caches)
+
+
+@needs_native
+@pytest.mark.parametrize("headed", [False, True])
+def test_early_exits_of_a_batch_have_the_bits_of_their_own_passes(native: Any, headed: bool) -> None:
+    head = None
+    if headed:
+        width, generator = native._norm.shape[0], torch.Generator().manual_seed(5)
+        down, up = (torch.randn(shape, generator=generator) for shape in ((4, width), (width, 4)))
+        head = native.fit(ExitHead(1, torch.ones(width), down, up))
+    caches, fresh = ([native.new_cache() for _ in range(4)] for _ in range(2))
+    for tokens in ([[1, 2, 3], [4], [5, 6], [7]], [[9], [8], [7], [6]]):
+        together = native.exit_early_batch([Item(t, c, 1) for t, c in zip(tokens, caches, strict=True)], 1, head)
+        alone = [native.exit_early(t, c, 1, 1, head) for t, c in zip(tokens, fresh, strict=True)]
+        assert all(torch.equal(a, b) for a, b in zip(together, alone, strict=True))
+        assert all(a.ahead.tokens == b.ahead.tokens for a, b in zip(caches, fresh, strict=True))
+        assert all(torch.equal(a.ahead.states, b.ahead.states) for a, b in zip(caches, fresh, strict=True))
+
+
+@needs_native
+@pytest.mark.parametrize("draft", ["early-exit:1", "suffix,early-exit:1"])
+def test_early_exits_of_all_requests_advance_together(native: Any, draft: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four requests with k = 3: at most three passes of the first layers, and two to verify; answers stay plain's."""
+    prompts = [[5 + i, 6, 7, 8 + i] for i in range(4)]
+    params = SamplingParams(temperature=0.0, max_new_tokens=12)
+    plain = SpeculativeDecoding(native, None).engine(Limits(memory=1 << 22))
+    expected = [o.tokens for o in plain.answers([Request(tuple(p), params) for p in prompts])]
+    engine = SpeculativeDecoding(native, draft.split(","), k=3).engine(Limits(memory=1 << 22))
+    ids = [engine.add(Request(tuple(p), params)) for p in prompts]
+    seen = passes_of(native, monkeypatch)
+    outputs: dict[int, Any] = {}
+    while engine.unfinished:
+        before = len(seen)
+        outputs |= {e.id: e.output for e in engine.step() if e.output is not None}
+        assert len(seen) - before <= 5
+    assert [outputs[i].tokens for i in ids] == expected
+    assert (4, (0, 1)) in seen
+
+
+@needs_native
+def test_an_early_exit_that_fails_is_one_failure(native: Any) -> None:
+    def drafting(token: int, cache: Any) -> Any:
+        return (yield Read(native, [token], cache, exit=leave))
+
+    leave = Exit(1)
+    caches = [native.new_cache() for _ in range(3)]
+    steps = {i: drafting(token, cache) for i, (token, cache) in enumerate(zip((4, 10**6, 5), caches, strict=True))}
+    found = together(steps, lambda key, read: True, lambda *_: None)
+    assert isinstance(found[1], Exception)
+    for i, token in ((0, 4), (2, 5)):
+        assert torch.equal(found[i], native.exit_early([token], native.new_cache(), 1))
+        assert caches[i].ahead.tokens == (token,)
+
+
+def test_the_price_of_a_round_leaves_out_what_drafting_did() -> None:
+    """With half of the layers run by the drafts, eight more tokens cost the target four rows."""
+    costs = Costs(1.0, fixed=True)
+    goodput = Goodput((costs, costs))
+    goodput.left = 0.5
+    asked: list[int] = []
+    choose([[0.9, 0.9]] * 4, 0, lambda rows: asked.append(rows) or float(rows), None, (), 0.5)
+    assert asked == [4, 4, 5, 6, 6, 6, 7, 8, 8]
+    learned = Goodput()
+    learned.left = 0.5
+    learned.took(12, 1.0, begun=8)
+    assert learned._verify._passes.keys() == {8}
 
 
 def test_one_failing_pass_is_one_failure() -> None:
@@ -679,7 +771,7 @@ def test_where_arithmetic_is_the_limit_nobody_looks_for_copies() -> None:
         for rows in range(1, 80):
             goodput.took(rows, max(8.0, float(rows)))
         engine = Engine(setting(TableModel(law, V), Counting(), goodput))
-        goodput.took = lambda rows, seconds: None  # type: ignore[method-assign]
+        goodput.took = lambda rows, seconds, begun=0: None  # type: ignore[method-assign]
         engine.answers([request([1, 2], 30) for _ in range(count)])
     assert asked[2] > 0
     assert asked[24] == 0

@@ -537,3 +537,14 @@ def test_greedy_choices_are_what_distributions_would_say(rows: int, vocab: int) 
         else:
             with pytest.raises(ModelError, match="logits hold"):
                 greedy.choices(spoilt, tokens)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_penalty_near_nothing_is_no_fault_of_the_model(dtype: torch.dtype, temperature: float) -> None:
+    """It took logits out of their type, which was told as weights that are broken (500 over HTTP)."""
+    sampler = Sampler(SamplingParams(repetition_penalty=5e-324, temperature=temperature), 2, (), 0)
+    probs = sampler.probs(torch.tensor([[1.0, 2.0, -3.0]], dtype=dtype), [1, 2])
+    assert probs.tolist() == [[0.0, 1.0, 0.0]]
+    with pytest.raises(ModelError, match="inf"):
+        sampler.probs(torch.tensor([[1.0, INF, -3.0]], dtype=dtype), [1, 2])

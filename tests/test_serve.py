@@ -414,6 +414,7 @@ TOOLS = [
     }
     for name in ("weather", "time")
 ]
+STRICT_TOOL = {"type": "function", "function": {**TOOLS[0]["function"], "strict": True}}
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Pâris"}}\n</tool_call>'
 
 
@@ -443,6 +444,68 @@ def test_tools_by_the_client(parrot: Served) -> None:
     with client.chat.completions.stream(model=NAME, messages=messages, tools=TOOLS) as stream:
         final = stream.get_final_completion()
     assert final.choices[0].message.content == "It is warm."
+
+
+def test_calls_of_strict_tools_follow_their_schemas(parrot: Served) -> None:
+    """Whatever the model would have written; text around them stays its own. Refused until now."""
+    body = {"messages": user(f"Well. {CALL}\n{CALL}!"), "tools": [STRICT_TOOL], "temperature": 0}
+    message = both(parrot, "/v1/chat/completions", body)["choices"][0]["message"]
+    assert message["content"].startswith("Well.")
+    assert message["calls"] == [["weather", '{"city": "Paris"}']] * 2
+    message = both(parrot, "/v1/chat/completions", {**body, "messages": user("Nothing to call.")})["choices"][0]
+    assert message["message"] == {"content": "Nothing to call.", "calls": []}
+
+
+def test_tools_of_pydantic_by_the_client(parrot: Served) -> None:
+    """The client makes them strict, so all of them were refused."""
+    import openai
+    from pydantic import BaseModel
+
+    class Weather(BaseModel):
+        city: str
+        days: int
+
+    call = '<tool_call>\n{"name": "Weather", "arguments": {"city": "Rome", "days": 3}}\n</tool_call>'
+    tools, client = [openai.pydantic_function_tool(Weather)], parrot.client()
+    for text in (call, call.replace("3", "true")):
+        asked = {"model": NAME, "messages": user(text), "tools": tools, "temperature": 0, "max_tokens": 120}
+        (made,) = client.chat.completions.parse(**asked).choices[0].message.tool_calls
+        found = made.function.parsed_arguments
+        assert isinstance(found, Weather)
+        assert found.city == "Rome"
+
+
+@pytest.mark.parametrize("tool", ["strict", "loose"])
+def test_no_second_call_where_there_may_be_one(parrot: Served, tool: str) -> None:
+    tools = [STRICT_TOOL] if tool == "strict" else TOOLS
+    body = {"messages": user(f"{CALL} and {CALL}"), "tools": tools, "parallel_tool_calls": False, "max_tokens": 200}
+    message = both(parrot, "/v1/chat/completions", {**body, "temperature": 0})["choices"][0]["message"]
+    city = "Paris" if tool == "strict" else "Pâris"
+    assert message["calls"] == [["weather", json.dumps({"city": city}, ensure_ascii=False)]]
+
+
+@pytest.mark.parametrize("text", ["Well.", CALL])
+def test_a_schema_is_for_answers_and_calls_stay_possible(parrot: Served, text: str) -> None:
+    """A response_format beside tools had made every call impossible, without a word."""
+    schema = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"enum": ["Yes", "No"]}}}
+    body = {"messages": user(text), "tools": TOOLS, "response_format": schema, "temperature": 0}
+    message = both(parrot, "/v1/chat/completions", body)["choices"][0]["message"]
+    if text == CALL:
+        assert [name for name, _ in message["calls"]] == ["weather"]
+    else:
+        assert json.loads(message["content"]) in ("Yes", "No")
+
+
+@pytest.mark.parametrize("parameters", [{}, {"properties": {"a": {"type": "integer"}}}, None])
+def test_forced_arguments_are_an_object(random_model: Served, parameters: Any) -> None:
+    """A schema that does not say so let any JSON through, which is no call."""
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    body = {"messages": user("x"), "tools": [tool], "tool_choice": "required", "parallel_tool_calls": False}
+    for seed in range(4):
+        made = whole(random_model, "/v1/chat/completions", {**body, "seed": seed, "max_tokens": 600})["choices"][0]
+        if made["finish_reason"] != "length":
+            (call,) = made["message"]["calls"]
+            assert isinstance(json.loads(call[1]), dict)
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "time"}}])
@@ -539,7 +602,15 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"max_tokens": 3, "max_completion_tokens": 3}, "max_tokens"),
     (CHAT, {"guided_regex": "a", "response_format": {"type": "json_object"}}, "response_format"),
     (CHAT, {"guided_regex": "a", "min_tokens": 3}, "min_tokens"),
-    (CHAT, {"tools": TOOLS, "parallel_tool_calls": False}, "parallel_tool_calls"),
+    (CHAT, {"response_format": {"type": "json_schema"}}, "response_format.json_schema is missing"),
+    (CHAT, {"response_format": {"type": "text", "x": 1}}, "response_format.x is not known"),
+    (CHAT, {"messages": [{"role": "user", "content": "a", "name": "b"}]}, "messages.0.name is not supported"),
+    (CHAT, {"store": True}, "should be false"), (CHAT, {"messages": user("a" * 3000)}, "messages"),
+    (TEXTS, {"best_of": True}, "best_of"),
+    (CHAT, {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}]},
+     "tools.0.function.parameters"),
+    (CHAT, {"tools": [STRICT_TOOL], "min_tokens": 3}, "min_tokens"),
+    (CHAT, {"tools": [STRICT_TOOL], "guided_regex": "a"}, "tools"),
     (CHAT, {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "rm"}}}, "tool_choice"),
     (CHAT, {"tools": TOOLS, "tool_choice": "required", "guided_regex": "a"}, "guided_regex"),
     (CHAT, {"prediction": {"type": "content", "content": "a"}, "speculation": {"enabled": False}}, "prediction"),
@@ -564,7 +635,8 @@ def test_refused_by_name(parrot: Served, path: str, body: dict[str, Any], name: 
         error = response.json()["error"]
         assert set(error) == {"message", "type", "param", "code"}
         assert error["type"] == "invalid_request_error"
-        assert name in error["message"] or name in (error["param"] or ""), error
+        assert name in error["message"] or name in error["param"], error
+        assert error["param"], error
         assert "\n" not in error["message"]
         assert len(error["message"]) < 500
     parrot.quiet()
@@ -576,6 +648,21 @@ def test_what_is_done_anyway_may_be_said(parrot: Served) -> None:
             "functions": None, "tools": [], "tool_choice": "auto", "user": "me", "n": None, "stop": None,
             "response_format": {"type": "text"}, "logprobs": False, "stream": False}  # fmt: skip
     assert whole(parrot, CHAT, body)["choices"][0]["message"]["content"] == "ab"
+
+
+def test_numbers_of_json(parrot: Served) -> None:
+    """4.0 is 4, as the OpenAPI document has it; 4.5 is no number of tokens."""
+    body = {"messages": user("abcdefgh"), "max_tokens": 4.0, "n": 1.0, "speculation": {"k": 2.0}}
+    assert whole(parrot, CHAT, body)["usage"]["completion_tokens"] == 4
+    assert whole(parrot, TEXTS, {"prompt": [1.0, 30.0], "max_tokens": 1})["usage"]["prompt_tokens"] == 2
+    assert post(parrot, CHAT, {**body, "max_tokens": 4.5}).status_code == 400
+    assert post(parrot, CHAT, {**body, "max_tokens": True}).status_code == 400
+
+
+def test_health_is_told_to_balancers_that_only_want_the_head(parrot: Served) -> None:
+    for path in ("/health", "/ready"):
+        response = httpx.head(parrot.url + path)
+        assert (response.status_code, response.content) == (200, b"")
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b'"a"', b"\xff", b"[" * 100_000, b'{"messages": NaN}', b"null"])

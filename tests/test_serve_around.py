@@ -123,6 +123,9 @@ def test_a_request_can_do_nothing_but_generate(server: Server, checkpoint: Path)
     assert error(ask(server, model=str(checkpoint)), 404)["code"] == "model_not_found"
     for field in ("chat_template", "draft_model", "trust_remote_code", "logits_processors", "prompt_file"):
         assert field in error(ask(server, **{field: "/etc/passwd"}), 400)["message"]
+    unknown = error(ask(server, prompt=[10**6]), 400)
+    assert unknown["param"] == "prompt"
+    assert str(checkpoint) not in unknown["message"]
     image = {"type": "image_url", "image_url": {"url": "http://127.0.0.1:1/"}}
     chat = ask(server, path="/v1/chat/completions", messages=[{"role": "user", "content": [image]}])
     assert chat.status_code == 400

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,7 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slipstream.serve.tools import Arguments, Called, CallParser, Found, Said, Style, forced_call, style_of
+from slipstream.serve.calling import NOTHING, forced_call, free_call, tags_of
+from slipstream.serve.tools import Arguments, Called, CallParser, Found, Said, Style, style_of
 
 NAMES = ("weather", "add")
 CALL = '{"name": "weather", "arguments": {"city": "P\\u00e4ris \\"}{\\\\", "days": [1, {"a": 2}]}}'
@@ -173,8 +175,8 @@ def test_forced_calls_are_calls(style: Style, several: bool) -> None:
         "required": ["city", "days"],
         "additionalProperties": False,
     }
-    rules = forced_call(style, {"weather": schema, "add": None}, several=several)
     tokenizer = byte_tokenizer()
+    rules = forced_call(style, {"weather": schema, "add": NOTHING}, tags_of(tokenizer), several=several)
     grammar = Grammars(tokenizer, 300, [3]).lark(rules)
     for seed in range(4):
         answer, _ = decode(
@@ -196,3 +198,100 @@ def test_forced_calls_are_calls(style: Style, several: bool) -> None:
         for name, arguments in calls if whole else calls[:-1]:
             given_ = json.loads(arguments)
             assert given_ == {} if name == "add" else given_["city"] in ("Paris", 'a"b')
+
+
+def tagged_tokenizer(tagged: bool) -> Any:
+    """Of bytes; ``tagged``: with tokens for the tags of calls and thoughts, shown as text, as Qwen's has."""
+    from transformers import AddedToken
+
+    from conftest import byte_tokenizer
+
+    tokenizer = byte_tokenizer()
+    if tagged:
+        tags = ["<tool_call>", "</tool_call>", "<think>", "</think>"]
+        tokenizer.add_tokens([AddedToken(tag, special=False, normalized=False) for tag in tags])
+    return tokenizer
+
+
+def ids_of(tokenizer: Any, text: str, *, spelled: bool) -> list[int]:
+    """Ids of a text; ``spelled``: without tokens that are tags."""
+    found: list[int] = []
+    for piece in re.split("(?<=<)", text) if spelled else [text]:
+        found += tokenizer(piece, add_special_tokens=False)["input_ids"]
+    return found
+
+
+STRICT = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
+GOOD = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+LLAMA_GOOD = '{"name": "add", "parameters": {"a": 1}}'
+FREE: list[tuple[Style, bool, str, bool | None]] = [
+    ("hermes", True, "", True),
+    ("hermes", True, "Hello < {world}", True),
+    ("hermes", True, "<think>hm</think> so", True),
+    ("hermes", True, "x <tool_cal", True),
+    ("hermes", True, "x <tool_call>", False),
+    ("hermes", True, GOOD, True),
+    ("hermes", True, f"Well. {GOOD} and\n{GOOD}\n<think>x</think>", True),
+    ("hermes", True, GOOD[:-3], False),
+    ("hermes", True, "<tool_call> hello", None),
+    ("hermes", True, 'x <tool_call>\n{"name": "rm"', None),
+    ("hermes", True, '<tool_call>\n{"name": "add", "arguments": {"b"', None),
+    ("hermes", True, '<tool_call>\n{"name": "add", "arguments": {}', None),
+    ("hermes", False, f"<think>hm</think> {GOOD} <think>x</think> ok <tool", True),
+    ("hermes", False, f"{GOOD}\n{GOOD}", None),
+    ("hermes", False, f"{GOOD}<think>x<tool_call>", None),
+    ("llama3", True, "", True),
+    ("llama3", True, "Hello {world}", True),
+    ("llama3", True, " < 3", True),
+    ("llama3", True, "  <", True),
+    ("llama3", True, "<|python", None),
+    ("llama3", True, LLAMA_GOOD, True),
+    ("llama3", True, f"{LLAMA_GOOD}; {LLAMA_GOOD}", True),
+    ("llama3", False, f"{LLAMA_GOOD};", None),
+    ("llama3", True, '{"answer"', None),
+    ("llama3", True, '\n{"name"', None),
+    ("llama3", True, '{"name": "add", "parameters": {"a": "', None),
+]
+
+
+@pytest.mark.parametrize("tokens", ["bytes", "spelled", "tags"])
+@pytest.mark.parametrize(("style", "several", "text", "ends"), FREE)
+def test_where_a_call_may_come(style: Style, several: bool, text: str, ends: bool | None, tokens: str) -> None:
+    """Text is free; a call of a strict tool cannot become anything else. ``ends``: the answer may end there.
+
+    llguidance takes tokens such as ``<tool_call>`` for no text: forced calls had to spell the tag out.
+    """
+    from slipstream.grammar import Grammars
+
+    tokenizer = tagged_tokenizer(tokens != "bytes")
+    rules = free_call(style, {"add": STRICT}, tags_of(tokenizer), several=several)
+    mask = Grammars(tokenizer, 300, [3]).lark(rules).processor(0)
+    bits = mask.allowed(ids_of(tokenizer, text, spelled=tokens == "spelled"))
+    assert (None if bits is None else bool(bits[0] >> 3 & 1)) == ends
+    if ends and text:  # what is let pass is found
+        _, calls = parse(style, [text])
+        assert all(json.loads(arguments) == {"a": 1} for _, arguments in calls)
+
+
+@pytest.mark.parametrize("several", [True, False])
+def test_a_forced_call_has_the_tokens_of_its_tags(several: bool) -> None:
+    from slipstream.grammar import Grammars
+
+    tokenizer = tagged_tokenizer(True)
+    rules = forced_call("hermes", {"add": STRICT}, tags_of(tokenizer), several=several)
+    mask = Grammars(tokenizer, 300, [3]).lark(rules).processor(0)
+    for spelled in (True, False):
+        assert mask.allowed(ids_of(tokenizer, GOOD, spelled=spelled)) is not None
+        assert (mask.allowed(ids_of(tokenizer, f"{GOOD}\n{GOOD}", spelled=spelled)) is not None) == several
+
+
+@pytest.mark.parametrize(("style", "call"), [("hermes", GOOD), ("llama3", LLAMA_GOOD)])
+@pytest.mark.parametrize("tagged", [True, False])
+def test_an_answer_with_a_schema_or_calls(style: Style, call: str, tagged: bool) -> None:
+    from slipstream.grammar import Grammars
+
+    tokenizer = tagged_tokenizer(tagged)
+    rules = free_call(style, {"add": STRICT}, tags_of(tokenizer), several=True, answer={"enum": ["yes", "no"]})
+    mask = Grammars(tokenizer, 300, [3]).lark(rules).processor(0)
+    for text, allowed in ((call, True), ('"yes"', True), ("yes", False), (f'"yes"{call}', False), (f"x{call}", False)):
+        assert (mask.allowed(ids_of(tokenizer, text, spelled=False)) is not None) == allowed, text

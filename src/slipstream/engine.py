@@ -24,7 +24,7 @@ from slipstream.errors import InputError
 from slipstream.goodput import MOST, BatchController, Goodput, Offer
 from slipstream.job import Job
 from slipstream.lockstep import Passes, together
-from slipstream.models.base import ROWS, forward_each
+from slipstream.models.base import ROWS, Item, forward_each
 from slipstream.sampling import validate
 from slipstream.seats import Limits, Seats, models_of
 from slipstream.types import Draft, Event, Output, Request
@@ -99,6 +99,7 @@ class Engine:
         self.seats = Seats(setting.target, models_of(setting.drafter), self.limits)
         self._rows = self.limits.rows or int(getattr(setting.target, "prompt_rows", ROWS))
         self._goodput = setting.policy if isinstance(setting.policy, Goodput) else Goodput()
+        self._goodput.left = getattr(setting.drafter, "left", 1.0)
         self._lock, self._stepping = Lock(), Lock()
         self._former: set[int] = set()
         """Draft models that were swapped for others, by id."""
@@ -167,6 +168,7 @@ class Engine:
             self._former |= set(map(id, models_of(self.setting.drafter)))
             self.setting = replace(self.setting, drafter=drafter)
             self._goodput.forget_drafts()
+            self._goodput.left = getattr(drafter, "left", 1.0)
 
     def answers(self, requests: Sequence[Request]) -> list[Output]:
         """The outputs of ``requests``, in their order; the first failure is raised, and ends everything.
@@ -367,7 +369,7 @@ class Engine:
             elif job in plan.asked and found is not None:
                 plan.proposals[job] = found
         taken = perf_counter() - start
-        drafted = sum(len(plan.proposals[job].whole.tokens) for job in plan.asked if job in plan.proposals)
+        drafted = sum(_drawn(job, plan.proposals[job].whole) for job in plan.asked if job in plan.proposals)
         if drafted:
             self._goodput.took_each(drafted, taken - sum(passes))
         for job in steps:
@@ -379,10 +381,11 @@ class Engine:
         items |= {job: job.verification(plan.proposals.get(job, Proposal())) for job in plan.deciding}
         if not items:
             return []
+        begun = sum(map(_begun, items.values()))
         start = perf_counter()
         logits = forward_each(self.setting.target, list(items.values()))
         taken = perf_counter() - start
-        self._goodput.took(sum(len(item.tokens) for item in items.values()), taken)
+        self._goodput.took(sum(len(item.tokens) for item in items.values()), taken, begun=begun)
         events: list[Event] = []
         for (job, item), rows in zip(items.items(), logits, strict=True):
             job.read_seconds += taken
@@ -406,6 +409,19 @@ class Engine:
             return self._end(job, error)
         piece = job.answer.add(done)
         return replace(self._end(job), piece=piece, round=done) if job.answer.over else Event(job.id, piece, done)
+
+
+def _drawn(job: Job, draft: Draft) -> int:
+    """How many of a draft's tokens took passes; all of them where it copies only."""
+    controller = job.decoder.controller
+    copied = controller.copied(draft) if isinstance(controller, BatchController) else ()
+    return sum(not one for one in copied) or len(draft.tokens)
+
+
+def _begun(item: Item) -> int:
+    """How many of its tokens have been through the target's first layers."""
+    ahead = getattr(item.cache, "ahead", None)
+    return 0 if ahead is None else min(len(ahead.tokens), len(item.tokens))
 
 
 def shares(missing: Mapping[Key, int], rows: int) -> dict[Key, int]:

@@ -36,6 +36,7 @@ def choose(
     verify: PassCost,
     draft: PassCost | None,
     free: Sequence[int] = (),
+    left: float = 1.0,
 ) -> list[int]:
     """k of each request, 0 included.
 
@@ -45,6 +46,7 @@ def choose(
         verify: of the target.
         draft: of the draft model, whose passes serve all requests that still draft; None if drafts cost nothing.
         free: for each request the number of its first tokens that are there already, copied; none, if not given.
+        left: rows that a drawn token adds to the target's pass; less than one where drafting did a part of its work.
 
     Returns:
         The numbers that maximise (tokens of all requests) / (draft passes + target's pass).
@@ -60,17 +62,18 @@ def choose(
     slots.sort(key=lambda slot: (-slot[0], -slot[1], slot[2]))  # of equals, earlier positions first
     certain, rows = len(rates), len(rates) + others
     copied = free or [0] * certain
-    tokens, drafting = float(certain), 0.0
+    tokens, drafting, added = float(certain), 0.0, 0.0
     level: list[int] = []
     best, count = tokens / verify(rows), 0
     for n, (expected, negative, r) in enumerate(slots, start=1):
         at = -negative - copied[r]
         tokens += expected
+        added += 1.0 if at < 0 else left
         if draft is not None and at >= 0:
             level += [0] * (at + 1 - len(level))
             drafting += draft(level[at] + 1) - (draft(level[at]) if level[at] else 0.0)
             level[at] += 1
-        if (rate := tokens / (drafting + verify(rows + n))) > best:
+        if (rate := tokens / (drafting + verify(rows + round(added)))) > best:
             best, count = rate, n
     ks = [0] * len(rates)
     for _, _, r in slots[:count]:
@@ -148,14 +151,16 @@ class BatchController:
 
     def learn(self, played: Played) -> None:
         """A round is over."""
-        copied = [self._is_copied(played.draft, at) for at in range(played.kept)]
+        copied = self.copied(played.draft)[: played.kept]
         self._resting = self._resting + 1 if all(copied) else 0
         for known in (self._known,) if self._isolated else (self._known, self._knowledge.known):
             known.see(played, copied)
         self._known.rest(copied)
 
-    def _is_copied(self, draft: Draft, at: int) -> bool:
-        return self._copying is None or (at < len(draft.sources) and draft.sources[at] in self._copying)
+    def copied(self, draft: Draft) -> list[bool]:
+        """Which of its tokens are."""
+        sources = (*draft.sources, *[""] * len(draft.tokens))
+        return [self._copying is None or sources[at] in self._copying for at in range(len(draft.tokens))]
 
 
 class Known:
@@ -206,6 +211,8 @@ class Goodput:
         self.known = Known(OF_ALL)
         self.pays = True
         """Whether draft models are worth their time."""
+        self.left = 1.0
+        """Rows that a drawn token adds to the target's pass; less where drafting did a part of its work."""
 
     def start(self, session: object, drafter: str, *, repeatable: bool, isolated: bool) -> Controller:
         """Begin one request. If it has to repeat, k is its own matter."""
@@ -231,7 +238,7 @@ class Goodput:
             others: rows that are in the pass anyway.
         """
         copied = [offer.copied for offer in offers]
-        ks = choose([offer.rates for offer in offers], others, self._verify.of, self._step, copied)
+        ks = choose([offer.rates for offer in offers], others, self._verify.of, self._step, copied, self.left)
         for controller, k, offer in zip(controllers, ks, offers, strict=True):
             controller.choose(k, offer)
         if any(offer.drafts for offer in offers):
@@ -244,11 +251,12 @@ class Goodput:
         """
         rows = requests + others
         plain = requests / self._verify.of(rows)
-        return any((requests + n) / self._verify.of(rows + n) > _LEAST_GAIN * plain for n in range(1, 2 * MOST + 1))
+        costs = ((n, self._verify.of(rows + round(n * self.left))) for n in range(1, 2 * MOST + 1))
+        return any((requests + n) / cost > _LEAST_GAIN * plain for n, cost in costs)
 
-    def took(self, rows: int, seconds: float) -> None:
-        """A pass of the target over ``rows`` took so long."""
-        self._verify.verified(rows, seconds)
+    def took(self, rows: int, seconds: float, *, begun: int = 0) -> None:
+        """A pass of the target over ``rows`` took so long; drafting had done a part of the work of ``begun`` ones."""
+        self._verify.verified(max(1, rows - round(begun * (1 - self.left))), seconds)
 
     def took_draft(self, rows: int, seconds: float) -> None:
         """A pass of a draft model over ``rows`` took so long."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from time import perf_counter
 from typing import Any, TypeVar
 
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from slipstream.drafters.base import Read
 from slipstream.models.base import Item, forward_each
+from slipstream.models.exit_head import Exit
 
 Key = TypeVar("Key")
 Passes = Generator[Read, Tensor, Any]
@@ -33,8 +34,8 @@ def together(
     for key, one in steps.items():
         _resume(key, lambda one=one: next(one), waiting, results)  # type: ignore[misc]
     while waiting:
-        model = next(iter(waiting.values())).model
-        batch = {key: read for key, read in waiting.items() if read.model is model}
+        first = next(iter(waiting.values()))
+        batch = {key: r for key, r in waiting.items() if r.model is first.model and r.exit is first.exit}
         waiting = {key: read for key, read in waiting.items() if key not in batch}
         for key in [key for key, read in batch.items() if not fits(key, read)]:
             results[key] = None
@@ -43,12 +44,34 @@ def together(
         if not batch:
             continue
         start = perf_counter()
-        logits = forward_each(model, [Item(r.tokens, r.cache, r.num_logits) for r in batch.values()])
+        logits = _passed(first, [Item(r.tokens, r.cache, r.num_logits) for r in batch.values()])
         took(len(batch), sum(len(r.tokens) for r in batch.values()), perf_counter() - start)
         for key, rows in zip(batch, logits, strict=True):
             one = steps[key]
             _resume(key, lambda one=one, rows=rows: _sent(one, rows), waiting, results)  # type: ignore[misc]
     return results
+
+
+def _passed(like: Read, items: Sequence[Item]) -> list[Tensor | Exception]:
+    """The pass that all of ``items`` wait for; it ends where that of ``like`` does."""
+    if like.exit is None:
+        return forward_each(like.model, items)
+    model: Any = like.model
+    before = [item.cache.ahead for item in items]
+    try:
+        return list(model.exit_early_batch(items, like.exit.layers, like.exit.head))
+    except Exception:  # whose fault it is shows one by one
+        for item, ahead in zip(items, before, strict=True):
+            item.cache.ahead = ahead
+    return [_left_early(model, item, like.exit) for item in items]
+
+
+def _left_early(model: Any, item: Item, leave: Exit) -> Tensor | Exception:
+    try:
+        logits: Tensor = model.exit_early(item.tokens, item.cache, leave.layers, item.num_logits, leave.head)
+        return logits
+    except Exception as error:
+        return error
 
 
 def _sent(one: Passes, rows: Tensor | Exception) -> Read:

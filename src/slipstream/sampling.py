@@ -171,7 +171,9 @@ class Sampler:
         if p.repetition_penalty != 1.0:
             seen = _emittable(torch.tensor(tokens, device=row.device), row).unique()
             scores = row[seen]
-            row[seen] = torch.where(scores > 0, scores / p.repetition_penalty, scores * p.repetition_penalty)
+            scaled = torch.where(scores > 0, scores / p.repetition_penalty, scores * p.repetition_penalty)
+            # A penalty near 0 may leave the logits' type, which is no fault of the model.
+            row[seen] = torch.where(scores.isfinite(), scaled.clamp(max=torch.finfo(row.dtype).max), scaled)
         output = tokens[self.prompt_length :]
         if (p.frequency_penalty or p.presence_penalty) and output:
             ids, counts = torch.tensor(output, device=row.device).unique(return_counts=True)

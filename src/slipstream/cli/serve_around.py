@@ -122,10 +122,12 @@ def _gate(options: Mapping[str, Any]) -> GateSettings:
     tables = options["config"].keys if options["config"] is not None else ()
     keys = [*keys_of_tables(tables, allowance), *keys_of_environment(os.environ, allowance)]
     local = loopback_hosts(options["host"])
+    if not (body := memory_size(options["max_body"], "--max-body")):
+        raise InputError("--max-body 0 lets no request in; give a size such as 4MB")
     return GateSettings(
         keys=KeyRing(keys),
         allowance=allowance,
-        body_bytes=memory_size(options["max_body"], "--max-body"),
+        body_bytes=body,
         timeout=options["timeout"] or None,
         at_once=options["requests"] + options["queue"],
         hosts=tuple(name.lower() for name in (*local, *options["allow_host"])),
@@ -148,6 +150,10 @@ def _capture(options: Mapping[str, Any]) -> CaptureSettings | None:
     from slipstream.serve.capture import CaptureSettings
 
     if options["capture"] is None:
+        defaults = {"capture_rate": 1.0, "capture_size": "1GB", "capture_file_size": "64MB", "capture_redact": None}
+        for name, default in defaults.items():
+            if options[name] != default:
+                raise InputError(f"--{name.replace('_', '-')} is about --capture DIR, which is missing; add it")
         return None
     return CaptureSettings(
         options["capture"],

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import re
+import socket
+import ssl
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import fields
@@ -36,6 +38,7 @@ def run(options: Mapping[str, Any]) -> int:
     """
     check_installed()
     tls = _tls(options)
+    _check_free(options["host"], options["port"])
     name = options["name"] or Path(options["model"]).name
 
     from slipstream.serve.around import Surroundings
@@ -140,4 +143,26 @@ def _tls(options: Mapping[str, Any]) -> tuple[str, str] | None:
     for file in files:
         if not Path(file).is_file():
             raise InputError(f"{file!r} is not a file; name certificate and key in PEM format")
+    try:
+        ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(files[0], files[1], _no_password)
+    except OSError as error:
+        what = f"--tls-cert {files[0]} and --tls-key {files[1]} cannot be used ({error.strerror or error}); "
+        raise InputError(f"{what}give a certificate and its key, without a password, in PEM format") from error
     return files[0], files[1]
+
+
+def _no_password() -> str:
+    """What OpenSSL is told instead of asking at the terminal."""
+    return ""
+
+
+def _check_free(host: str, port: int) -> None:
+    """Raise InputError if nobody can listen there; before models are loaded."""
+    try:
+        for family, kind, proto, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+            with socket.socket(family, kind, proto) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind(address)
+    except (OSError, UnicodeError) as error:
+        said = getattr(error, "strerror", None) or str(error)
+        raise InputError(f"cannot listen on --host {host} --port {port} ({said}); choose others") from error

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from slipstream.models.base import Cache, Model, feed
+from slipstream.models.exit_head import Exit
 from slipstream.sampling import Ahead, Sampler
 from slipstream.types import Draft, DraftEnd
 
@@ -44,6 +45,8 @@ class Read:
     cache: Any
     num_logits: int = 1
     """Of how many of the last tokens logits are wanted, (num_logits, V)."""
+    exit: Exit | None = None
+    """Where the pass ends, if not behind the last layer."""
 
 
 @dataclass
@@ -76,10 +79,18 @@ def run(steps: Generator[Read, Tensor, Outcome]) -> Outcome:
     try:
         read = next(steps)
         while True:
-            read = steps.send(feed(read.model, read.tokens, read.cache, read.num_logits))
+            read = steps.send(_passed(read))
     except StopIteration as done:
         outcome: Outcome = done.value
         return outcome
+
+
+def _passed(read: Read) -> Tensor:
+    model: Any = read.model
+    if read.exit is None:
+        return feed(model, read.tokens, read.cache, read.num_logits)
+    logits: Tensor = model.exit_early(read.tokens, read.cache, read.exit.layers, read.num_logits, read.exit.head)
+    return logits
 
 
 class Gate(Protocol):

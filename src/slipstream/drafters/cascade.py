@@ -42,6 +42,8 @@ class CascadeDrafter:
         self.drafters = tuple(drafters)
         self.min_confidence = min_confidence
         self.name = ",".join(drafter.name for drafter in drafters)
+        self.left: float = next((one.left for one in drafters if hasattr(one, "left")), 1.0)
+        """Of a token that was drawn, so much of the target's work is left for verification."""
 
     def start(self, sampler: Sampler) -> CascadeSession:
         """Begin one request."""

@@ -6,15 +6,17 @@ compute, so it goes on from there. How good such a draft is depends on the model
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from math import nan
 from pathlib import Path
 from typing import Any
 
-from slipstream.drafters.base import Drawn, Gate
+from torch import Tensor
+
+from slipstream.drafters.base import Drawn, Gate, Read, Steps, run
 from slipstream.errors import InputError, ModelError
 from slipstream.models.base import Cache, Model
-from slipstream.models.exit_head import ExitHead, read_exit_head
+from slipstream.models.exit_head import Exit, ExitHead, read_exit_head
 from slipstream.sampling import Sampler
 from slipstream.types import Draft, DraftEnd
 
@@ -22,7 +24,7 @@ PREFIX = "early-exit:"
 
 
 class EarlyExitDrafter:
-    """Drafts with the first ``layers`` layers of ``target``.
+    """Drafts with the first ``layers`` layers of ``target``; ``left`` is the share of them that verification adds.
 
     Args:
         target: runs in the lean decoder.
@@ -40,9 +42,10 @@ class EarlyExitDrafter:
         _check_layers(layers, total, target.name)
         self.name = f"{PREFIX}{layers}"
         self.layers = layers
+        self.left = 1 - layers / total
         lean: Any = target
         self.target = lean
-        self.head: ExitHead | None = None if head is None else lean.fit(head)
+        self.exit = Exit(layers, None if head is None else lean.fit(head))
 
     def start(self, sampler: Sampler) -> EarlyExitSession:
         """Begin one request."""
@@ -69,15 +72,19 @@ class EarlyExitSession:
 
     def draft_after(self, tokens: Sequence[int], drafted: Sequence[int], k: int) -> Draft:
         """The same behind ``drafted`` tokens of other drafters; the first layers read those, too, for the target."""
+        return run(self.steps(tokens, drafted, k))
+
+    def steps(self, tokens: Sequence[int], drafted: Sequence[int], k: int) -> Steps:
+        """``draft_after``, a pass at a time."""
         target, cache = self._drafter.target, self._cache
         if target.max_positions is not None:
             k = min(k, target.max_positions - len(tokens) - len(drafted))
         if cache is None or cache.length != len(tokens) - 1 or k <= 0:
             return Draft()
         drawn = Drawn()
-        return drawn.draft(self._draw([*tokens, *drafted], len(tokens), k, drawn))
+        return drawn.draft((yield from self._draw([*tokens, *drafted], len(tokens), k, drawn)))
 
-    def _draw(self, context: list[int], committed: int, k: int, drawn: Drawn) -> DraftEnd:
+    def _draw(self, context: list[int], committed: int, k: int, drawn: Drawn) -> Generator[Read, Tensor, DraftEnd]:
         """Add up to ``k`` tokens to ``drawn``; why there are no more. The last committed one is read first."""
         target = self._drafter.target
         unread = self._unread(context[committed - 1 :])
@@ -86,7 +93,7 @@ class EarlyExitSession:
                 return "controller"
             if any(token >= target.embedding_size for token in unread):
                 break
-            logits = target.exit_early(unread, self._cache, self._drafter.layers, head=self._drafter.head)
+            logits = yield Read(target, unread, self._cache, exit=self._drafter.exit)
             try:
                 ahead = self._sampler.ahead(logits, context)
             except ModelError:  # the request forbids all tokens behind what was drafted, or they are not usable

@@ -89,7 +89,7 @@ def draft_logits(drafter: Any, text: Text) -> Tensor | None:
     """A draft model's logits over the target's ids, (n, V); None of a drafter that has none for a whole text."""
     if isinstance(drafter, EarlyExitDrafter):
         cache, tokens = drafter.target.new_cache(), text.tokens[:-1]
-        logits: Tensor = drafter.target.exit_early(tokens, cache, drafter.layers, len(text.answer), drafter.head)
+        logits: Tensor = drafter.target.exit_early(tokens, cache, drafter.layers, len(text.answer), drafter.exit.head)
         return logits
     if not isinstance(drafter, ModelDrafter) or isinstance(drafter, VocabularyDrafter):
         return None

@@ -52,6 +52,14 @@ def save_exit_head(head: ExitHead, folder: Path, about: Mapping[str, Any]) -> No
     (folder / SETTINGS).write_text(json.dumps({"layers": head.layers, **about}, indent=2) + "\n", encoding="utf-8")
 
 
+@dataclass(frozen=True, eq=False)
+class Exit:
+    """Where a pass ends early: behind so many layers, with a head or the model's own last norm."""
+
+    layers: int
+    head: ExitHead | None = None
+
+
 def read_exit_head(folder: Path) -> ExitHead:
     """The head in ``folder``.
 

@@ -229,28 +229,47 @@ class LlamaModel:
         Returns:
             Logits (num_logits, V) of each item.
         """
-        together = [i for i in items if i.cache.ahead is None] if self._stack is not None else []
-        logits = dict(zip(map(id, together), self._forward_rows(together), strict=True)) if len(together) > 1 else {}
-        return [
-            logits[id(item)] if id(item) in logits else self.forward(item.tokens, item.cache, item.num_logits)
-            for item in items
-        ]
+        if self._stack is None or len(items) < 2 or len(_exits(items)) > 1:
+            return [self.forward(item.tokens, item.cache, item.num_logits) for item in items]
+        return list(self._forward_rows(items))
 
     def _forward_rows(self, items: Sequence[Item]) -> tuple[Tensor, ...]:
-        """One native pass. Rows whose logits are wanted come last, as the output layer needs them."""
-        silent: list[tuple[KeyValueCache, int, int]] = []
-        heard: list[tuple[KeyValueCache, int, int]] = []
+        """One native pass. Rows whose logits are wanted come last, as the output layer needs them.
+
+        If some have been through the first layers already, the others go through these first.
+        """
+        silent: list[_Row] = []
+        heard: list[_Row] = []
         for item in items:
-            start, quiet = item.cache.length, len(item.tokens) - item.num_logits
-            item.cache.reserve(start + len(item.tokens))
+            cache, quiet = item.cache, len(item.tokens) - item.num_logits
+            cache.reserve(cache.length + len(item.tokens))
+            states = () if cache.ahead is None else cache.ahead.states[: _shared(item.tokens, cache.ahead.tokens)]
             for at, token in enumerate(item.tokens):
-                (silent if at < quiet else heard).append((item.cache, start + at, token))
-        caches, positions, tokens = zip(*silent, *heard, strict=True)
-        stack, turns = cast(Stack, self._stack), self._rope.by_position(max(positions) + 1)
-        logits = stack.forward(self._embed(tokens), Rows(caches, positions), turns, len(heard))
+                row = _Row(cache, cache.length + at, token, states[at] if at < len(states) else None)
+                (silent if at < quiet else heard).append(row)
+        rows = [*silent, *heard]
+        first = max(_exits(items), default=0)
+        fresh = [row for row in rows if row.state is None]
+        x = self._embed([row.token for row in fresh])
+        if len(fresh) < len(rows):
+            if fresh:
+                self._through(x, fresh, 0, (0, first))
+            new = iter(x)
+            x = torch.stack([next(new) if row.state is None else row.state for row in rows])
+        else:
+            first = 0
+        logits = self._through(x, rows, len(heard), (first, len(self._layers)))
         for item in items:
+            item.cache.ahead = None
             item.cache.length += len(item.tokens)
         return torch.split(logits, [item.num_logits for item in items])
+
+    def _through(self, x: Tensor, rows: Sequence[_Row], num_logits: int, layers: tuple[int, int]) -> Tensor:
+        """Take ``x`` (n, D), ``rows`` of any sequences, through some layers in place, natively; logits of the last."""
+        positions = [row.position for row in rows]
+        turns = self._rope.by_position(max(positions) + 1)
+        places = Rows([row.cache for row in rows], positions)
+        return cast(Stack, self._stack).forward(x, places, turns, num_logits, layers)
 
     @torch.inference_mode()
     def exit_early(
@@ -268,15 +287,38 @@ class LlamaModel:
         They come behind the cache's length and what earlier calls put there; ``cache.length`` stays as it is, and
         ``forward`` goes on from where they are.
         """
-        before = cache.ahead
-        start = cache.length + (len(before.tokens) if before else 0)
-        cache.reserve(start + len(tokens))
+        start = _reserved(cache, len(tokens))
         x = self._embed(tokens)
         self._run(x, _Span(cache, start, 0, layers), 0)
-        states = torch.cat((before.states, x)) if before else x
-        cache.ahead = Ahead(layers, (*(before.tokens if before else ()), *tokens), states)
-        last = x[len(x) - num_logits :, : len(self._norm)]
-        return self._head(self._normed(last, self._norm) if head is None else head(last, self._eps))
+        _put_ahead(cache, layers, tokens, x)
+        return self._exit_head(x[len(x) - num_logits :], head)
+
+    @torch.inference_mode()
+    def exit_early_batch(self, items: Sequence[Item], layers: int, head: ExitHead | None = None) -> list[Tensor]:
+        """``exit_early`` for several sequences. Native kernels see all tokens in one pass, others one after the other.
+
+        Returns:
+            Logits (num_logits, V) of each item.
+        """
+        if self._stack is None or len(items) < 2:
+            return [self.exit_early(i.tokens, i.cache, layers, i.num_logits, head) for i in items]
+        rows: list[_Row] = []
+        for item in items:
+            start = _reserved(item.cache, len(item.tokens))
+            rows += [_Row(item.cache, start + at, token) for at, token in enumerate(item.tokens)]
+        x = self._embed([row.token for row in rows])
+        self._through(x, rows, 0, (0, layers))
+        parts = torch.split(x, [len(item.tokens) for item in items])
+        for item, part in zip(items, parts, strict=True):
+            _put_ahead(item.cache, layers, item.tokens, part)
+        last = [part[len(part) - item.num_logits :] for item, part in zip(items, parts, strict=True)]
+        return list(torch.split(self._exit_head(torch.cat(last), head), [item.num_logits for item in items]))
+
+    def _exit_head(self, x: Tensor, head: ExitHead | None) -> Tensor:
+        last = x[:, : len(self._norm)]
+        if head is None:
+            return self._head(self._normed(last, self._norm))
+        return self._head(torch.cat([head(row, self._eps) for row in last.split(1)]))  # each as if it were alone
 
     def _run(self, x: Tensor, span: _Span, num_logits: int) -> Tensor:
         """Take ``x`` (n, D) through some layers, in place, and its last rows through the output layer."""
@@ -412,6 +454,36 @@ class LlamaModel:
             return None
         shape = (self.heads, self.kv_heads, self.head_dim)
         return Stack(self._layers, self._head, self._norm, shape, self._eps)
+
+
+@dataclass
+class _Row:
+    """A token of a pass over several sequences."""
+
+    cache: KeyValueCache
+    position: int
+    token: int
+    state: Tensor | None = None
+    """What goes into the layer that it got to earlier."""
+
+
+def _exits(items: Sequence[Item]) -> set[int]:
+    """The layers that some of the items' tokens have got to."""
+    return {item.cache.ahead.layers for item in items if item.cache.ahead is not None}
+
+
+def _reserved(cache: KeyValueCache, count: int) -> int:
+    """Where ``count`` more tokens come behind those that are ahead."""
+    start = cache.length + (len(cache.ahead.tokens) if cache.ahead else 0)
+    cache.reserve(start + count)
+    return start
+
+
+def _put_ahead(cache: KeyValueCache, layers: int, tokens: Sequence[int], x: Tensor) -> None:
+    """Keep what came of more tokens in the first layers."""
+    before = cache.ahead
+    states = torch.cat((before.states, x)) if before else x
+    cache.ahead = Ahead(layers, (*(before.tokens if before else ()), *tokens), states)
 
 
 def _shared(one: Sequence[int], other: Sequence[int]) -> int:

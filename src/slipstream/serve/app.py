@@ -85,18 +85,22 @@ def _refusal(error: RequestValidationError, content_type: str) -> ApiError:
         if "json" not in content_type:
             return ApiError(400, "the body is not taken for JSON; send the header Content-Type: application/json")
         return ApiError(400, "the body is not a JSON object with the fields of this request")
+    if first["type"] == "none_required":
+        return ApiError(400, f"{name} is not supported; leave it out", param=name, code="unsupported_parameter")
     if first["type"] == "extra_forbidden":
         return ApiError(400, f"{name} is not known here; leave it out", param=name, code="unknown_parameter")
     if first["type"] == "missing":
         return ApiError(400, f"{name} is missing", param=name, code="missing_parameter")
-    return ApiError(400, f"{name} is not usable: {first['msg']}", param=name, code="invalid_value")
+    said = first["msg"].replace("False", "false")
+    return ApiError(400, f"{name} is not usable: {said}", param=name, code="invalid_value")
 
 
 def _path(error: Mapping[str, Any]) -> tuple[str | int, ...]:
     """Names of fields and numbers of items, without those of the forms that were tried: ``str``, ``list[TextPart]``."""
     *parts, last = error["loc"]
     named = error["type"] == "extra_forbidden"  # by the client, so it may look like anything
-    kept = [part for part in parts if _is_field(part)]
+    chosen = parts.index("response_format") + 1 if "response_format" in parts else None  # what its type says
+    kept = [part for at, part in enumerate(parts) if _is_field(part) and at != chosen]
     return tuple([*kept, last] if named or _is_field(last) else kept)
 
 

@@ -7,7 +7,8 @@ from typing import Any
 from slipstream.errors import ForbiddenError, InputError, ModelError
 from slipstream.serve.worker import CrashedError, StoppedError
 
-_TYPES = {
+#: OpenAI's kinds of errors.
+TYPES = {
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
@@ -47,7 +48,7 @@ class ApiError(Exception):
     @property
     def body(self) -> dict[str, Any]:
         """The document."""
-        kind = _TYPES.get(self.status, "invalid_request_error")
+        kind = TYPES.get(self.status, "invalid_request_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     @property

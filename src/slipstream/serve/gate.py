@@ -16,6 +16,7 @@ from time import perf_counter
 from typing import Any
 from urllib.parse import urlsplit
 
+from slipstream.serve.errors import TYPES
 from slipstream.serve.keys import KeyRing, bearer
 from slipstream.serve.limits import Allowance, Meter, Refusal
 from slipstream.serve.logs import tell_visit
@@ -280,8 +281,7 @@ class _Response:
 
 
 def _error(refused: Refused) -> dict[str, Any]:
-    kinds = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
-    kind = kinds.get(refused.status, "server_error" if refused.status >= 500 else "invalid_request_error")
+    kind = TYPES.get(refused.status, "invalid_request_error")
     return {"message": str(refused), "type": kind, "param": None, "code": refused.code}
 
 

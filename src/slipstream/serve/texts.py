@@ -16,6 +16,7 @@ from slipstream.errors import InputError
 from slipstream.grammar import Grammar, Grammars
 from slipstream.models.base import Model
 from slipstream.models.spelling import Spelling
+from slipstream.serve.calling import tags_of
 from slipstream.serve.tools import Style, style_of
 from slipstream.text import encode
 
@@ -44,6 +45,7 @@ class Texts:
         self._compiling = Lock()
         self.tool_style = _tool_style(tokenizer)
         """How the model calls tools; None if it does not."""
+        self.tags = tags_of(tokenizer)
 
     async def apart(self, function: Callable[..., Result], *args: Any) -> Result:
         """``function(*args)`` on the thread."""

@@ -1,4 +1,4 @@
-"""Tool calls in a model's text: found as it streams, and forced by a grammar.
+"""Tool calls in a model's text, found as it streams.
 
 Two styles: Hermes (Qwen, Hermes, ...), ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>`` anywhere in a text,
 and Llama 3, ``{"name": ..., "parameters": {...}}`` as the whole of it, several with ``;`` between them. What looks like
@@ -9,19 +9,17 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
 Style = Literal["hermes", "llama3"]
 
-_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
-_PYTHON_TAG = "<|python_tag|>"
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+PYTHON_TAG = "<|python_tag|>"
 _ARGUMENTS = ("arguments", "parameters")
 #: A call's beginning up to the arguments, if they are an object.
 _HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*"([^"\\]*)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
-#: The arguments of a tool that says nothing of them.
-_NOTHING: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
 @dataclass(frozen=True)
@@ -52,9 +50,9 @@ def style_of(template: str | None) -> Style | None:
     """The style that a chat template teaches; None if it knows of no tools."""
     if template is None or "tools" not in template:
         return None
-    if _OPEN in template:
+    if OPEN in template:
         return "hermes"
-    if _PYTHON_TAG in template or '"parameters"' in template:
+    if PYTHON_TAG in template or '"parameters"' in template:
         return "llama3"
     return None
 
@@ -110,15 +108,15 @@ class CallParser:
                 yield Said(self._text)
                 self._text = ""
             return
-        at = self._text.find(_OPEN)
+        at = self._text.find(OPEN)
         if at >= 0:
             said = self._text[:at].rstrip()
             if said:
                 yield Said(said)
-            self._reader = _Reader(self._text[len(said) : at + len(_OPEN)])
-            self._text = self._text[at + len(_OPEN) :]
+            self._reader = _Reader(self._text[len(said) : at + len(OPEN)])
+            self._text = self._text[at + len(OPEN) :]
             return
-        kept = 0 if last else _overlap(self._text, _OPEN)
+        kept = 0 if last else _overlap(self._text, OPEN)
         ready = self._text[: len(self._text) - kept]
         if not last or (self.calls and not ready.strip()):
             ready = ready.rstrip()
@@ -128,8 +126,8 @@ class CallParser:
 
     def _look(self, *, last: bool) -> None:
         """Where a call may begin without a tag: does one?"""
-        bare = self._text.lstrip().removeprefix(_PYTHON_TAG).lstrip()
-        if not last and _PYTHON_TAG.startswith(bare):
+        bare = self._text.lstrip().removeprefix(PYTHON_TAG).lstrip()
+        if not last and PYTHON_TAG.startswith(bare):
             return
         self._between = False
         if bare.startswith("{"):
@@ -159,7 +157,7 @@ class CallParser:
     def _leave(self, *, last: bool) -> None:
         """Behind a call: its closing tag, or what stands between two."""
         rest = self._text.lstrip()
-        end = _CLOSE if self._hermes else ";"
+        end = CLOSE if self._hermes else ";"
         if rest.startswith(end):
             self._text, self._after, self._between = rest[len(end) :], False, not self._hermes
         elif last or not end.startswith(rest):
@@ -245,19 +243,6 @@ class _Reader:
             return []
         self.begun = True
         return [Called(name), Arguments(given if isinstance(given, str) else json.dumps(given or {}))]
-
-
-def forced_call(style: Style, tools: Mapping[str, Mapping[str, Any] | None], *, several: bool) -> str:
-    """A grammar, in Lark's notation, of one call (or several) of ``tools``: their names, and schemas of arguments."""
-    key = "arguments" if style == "hermes" else "parameters"
-    before, after = (_OPEN + "\n", "\n" + _CLOSE) if style == "hermes" else ("", "")
-    rules = ["start: call" + (' ("\\n" call)*' if several and style == "hermes" else "")]
-    rules.append("call: " + " | ".join(f"call_{i}" for i in range(len(tools))))
-    for i, (name, schema) in enumerate(tools.items()):
-        head = json.dumps(f'{before}{{"name": {json.dumps(name)}, "{key}": ')
-        rules.append(f"call_{i}: {head} args_{i} {json.dumps('}' + after)}")
-        rules.append(f"args_{i}: %json {json.dumps(_NOTHING if schema is None else schema)}")
-    return "\n".join(rules) + "\n"
 
 
 def _joined(found: Iterator[Found]) -> list[Found]:

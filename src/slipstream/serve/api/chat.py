@@ -12,7 +12,7 @@ from starlette.responses import Response
 from slipstream.serve.api import logprobs
 from slipstream.serve.api.answer import Answer
 from slipstream.serve.api.messages import Offer, offer, rendered
-from slipstream.serve.api.params import Asked, check_model, prepare
+from slipstream.serve.api.params import Asked, check_model, naming, prepare
 from slipstream.serve.api.parts import Part, Token
 from slipstream.serve.api.render import new_id
 from slipstream.serve.api.schema import ChatRequest
@@ -31,7 +31,7 @@ async def chat(body: ChatRequest, http: HttpRequest) -> Response:
     service: Service = http.app.state.service
     check_model(body.model, service)
     service.check_open()
-    tools = offer(body, service.texts.tool_style)
+    tools = offer(body, service.texts.tool_style, service.texts.tags)
     call = await _call(body, service, tools)
     return await ChatAnswer(body, call, service, tools).respond(http)
 
@@ -40,7 +40,8 @@ async def _call(body: ChatRequest, service: Service, tools: Offer | None) -> Cal
     if body.top_logprobs is not None and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs=true", param="top_logprobs")
     messages = rendered(body.messages, tools=service.texts.tool_style is not None)
-    prompt = await service.texts.encode_chat(messages, None if tools is None else tools.shown)
+    with naming("messages", service):
+        prompt = await service.texts.encode_chat(messages, None if tools is None else tools.shown)
     top = (body.top_logprobs or 0) if body.logprobs else None
     asked = Asked(_most(body), top, None if tools is None else tools.grammar)
     requests = await prepare(body, service, [prompt], asked)

@@ -7,9 +7,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from slipstream.serve.api.schema import ChatRequest, ChosenTool, Message, TextPart, Tool
+from slipstream.serve.api.schema import AsJson, AsSchema, AsText, ChatRequest, ChosenTool, Message, TextPart, Tool
+from slipstream.serve.calling import ANYTHING, NOTHING, Tags, forced_call, free_call
 from slipstream.serve.errors import ApiError
-from slipstream.serve.tools import CallParser, Style, forced_call
+from slipstream.serve.texts import GrammarKind
+from slipstream.serve.tools import CallParser, Style
+
+
+@dataclass(frozen=True)
+class Demand:
+    """A grammar that answers have to follow."""
+
+    name: str
+    """The field that demands it."""
+    kind: GrammarKind
+    rules: str
 
 
 @dataclass(frozen=True)
@@ -20,15 +32,15 @@ class Offer:
     shown: list[dict[str, Any]]
     """As its chat template takes them."""
     names: tuple[str, ...]
-    grammar: tuple[str, str] | None
-    """Kind and rules of what it has to write; None if that is its own choice."""
+    grammar: Demand | None
+    """Of what it has to write; None if that is its own choice."""
 
     def parser(self) -> CallParser:
         """Finds calls in one answer."""
         return CallParser(self.style, self.names)
 
 
-def offer(body: ChatRequest, style: Style | None) -> Offer | None:
+def offer(body: ChatRequest, style: Style | None, tags: Tags) -> Offer | None:
     """The tools of a request; None if there are none that may be called.
 
     Raises:
@@ -44,38 +56,47 @@ def offer(body: ChatRequest, style: Style | None) -> Offer | None:
         raise ApiError(400, "the model's chat template knows no tools; leave tools out", param="tools")
     if len(set(names)) < len(names):
         raise ApiError(400, "two tools have the same name; rename one", param="tools")
+    if isinstance(choice, ChosenTool) and choice.function.name not in names:
+        what = f"tool_choice names {choice.function.name!r}, which is none of the tools"
+        raise ApiError(400, what, param="tool_choice.function.name")
     shown = [tool.model_dump(exclude_none=True) for tool in tools]
-    return Offer(style, shown, tuple(names), _grammar(body, tools, style))
+    return Offer(style, shown, tuple(names), _demand(body, tools, style, tags))
 
 
-def _grammar(body: ChatRequest, tools: Sequence[Tool], style: Style) -> tuple[str, str] | None:
-    choice = body.tool_choice
-    if choice in (None, "auto"):
-        _check_free(body, tools)
-        return None
-    chosen = {tool.function.name: tool.function.parameters for tool in tools}
+def _demand(body: ChatRequest, tools: Sequence[Tool], style: Style, tags: Tags) -> Demand | None:
+    choice, several = body.tool_choice, body.parallel_tool_calls is not False
+    free = choice in (None, "auto")
+    schemas = {tool.function.name: _schema(i, tool, forced=not free) for i, tool in enumerate(tools)}
     if isinstance(choice, ChosenTool):
         name = choice.function.name
-        if name not in chosen:
-            raise ApiError(400, f"tool_choice names {name!r}, which is none of the tools", param="tool_choice")
-        chosen = {name: chosen[name]}
-    several = choice == "required" and body.parallel_tool_calls is not False
-    return "lark", forced_call(style, chosen, several=several)
+        return Demand("tool_choice", "lark", forced_call(style, {name: schemas[name]}, tags, several=False))
+    if not free:
+        return Demand("tool_choice", "lark", forced_call(style, schemas, tags, several=several))
+    answer = schema_of(body.response_format)
+    if answer is None and several and not any(tool.function.strict for tool in tools):
+        return None
+    name = "tools" if answer is None else "response_format"
+    return Demand(name, "lark", free_call(style, schemas, tags, several=several, answer=answer))
 
 
-def _check_free(body: ChatRequest, tools: Sequence[Tool]) -> None:
-    if any(tool.function.strict for tool in tools):
-        raise ApiError(
-            400,
-            "tools[].function.strict=true is supported only where tool_choice is 'required' or names a function",
-            param="tools",
-        )
-    if body.parallel_tool_calls is False:
-        raise ApiError(
-            400,
-            "parallel_tool_calls=false is supported only where tool_choice is 'required' or names a function",
-            param="parallel_tool_calls",
-        )
+def schema_of(form: AsText | AsJson | AsSchema | None) -> dict[str, Any] | None:
+    """What a ``response_format`` has answers follow; None if that is any text."""
+    if isinstance(form, AsJson):
+        return ANYTHING
+    if isinstance(form, AsSchema):
+        return form.json_schema.schema_ or {}
+    return None
+
+
+def _schema(index: int, tool: Tool, *, forced: bool) -> dict[str, Any]:
+    """What the arguments of a tool follow."""
+    given, where = tool.function.parameters, f"tools.{index}.function.parameters"
+    kind = "object" if given is None else given.get("type", "object")
+    if kind != "object":
+        raise ApiError(400, f'{where} is not usable: its type has to be "object"', param=where)
+    if not (forced or tool.function.strict):
+        return ANYTHING
+    return NOTHING if given is None else {**given, "type": "object"}
 
 
 def rendered(messages: Sequence[Message], *, tools: bool) -> list[dict[str, Any]]:

@@ -29,12 +29,14 @@ async def model(name: str, http: HttpRequest) -> Response:
     return Json(_entry(http))
 
 
+@router.head("/health", include_in_schema=False)
 @router.get("/health")
 async def health() -> Response:
     """Whether the process answers at all."""
     return Json({"status": "ok"})
 
 
+@router.head("/ready", include_in_schema=False)
 @router.get("/ready")
 async def ready(http: HttpRequest) -> Response:
     """Whether new requests are accepted."""

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 from slipstream.drafters import Drafter, NoDrafter, SuffixStore, predicting
 from slipstream.errors import InputError
 from slipstream.grammar import Grammar
 from slipstream.sampling import validate
-from slipstream.serve.api.messages import text_of
-from slipstream.serve.api.schema import AsJson, AsSchema, Generation, Speculation
+from slipstream.serve.api.messages import Demand, schema_of, text_of
+from slipstream.serve.api.schema import Generation, Speculation
 from slipstream.serve.errors import ApiError
 from slipstream.serve.service import Service
 from slipstream.serve.texts import GrammarKind
@@ -40,8 +41,8 @@ class Asked:
     """Length of the answer; None leaves it to the server."""
     logprobs: int | None = None
     """Likeliest tokens of which log-probabilities are wanted, beside the one that was taken."""
-    grammar: tuple[str, str] | None = None
-    """Kind and rules of one that the endpoint demands."""
+    grammar: Demand | None = None
+    """That the endpoint demands."""
 
 
 async def prepare(
@@ -57,7 +58,7 @@ async def prepare(
             raise ApiError(400, "stream_options is for streams; set stream=true", param="stream_options")
         if body.speculation is not None and body.speculation.tokens:
             raise ApiError(400, "speculation.tokens is for streams; set stream=true", param="speculation.tokens")
-    _check_lengths(prompts, service)
+    _check_lengths(prompts, service, body.asks)
     n = _answers(body, service, len(prompts))
     k = _draft_length(body.speculation, service, predicted=body.prediction is not None)
     params = [_sampling_params(body, service, len(prompt), asked) for prompt in prompts]
@@ -73,11 +74,21 @@ async def prepare(
     return tuple(made)
 
 
-def _check_lengths(prompts: Sequence[tuple[int, ...]], service: Service) -> None:
+@contextmanager
+def naming(field: str, service: Service) -> Iterator[None]:
+    """Input that cannot be used is that of a ``field``; the target is called as clients know it, not by its path."""
+    try:
+        yield
+    except InputError as error:
+        told = str(error).replace(f" {service.engine.setting.target.name} ", f" {service.options.name} ")
+        raise ApiError(400, told, param=field, code="invalid_value") from error
+
+
+def _check_lengths(prompts: Sequence[tuple[int, ...]], service: Service, name: str) -> None:
     longest, most = max(map(len, prompts)), service.options.max_prompt
     if most is not None and longest > most:
         what = f"the prompt has {longest} tokens, more than the {most} allowed here; shorten it"
-        raise ApiError(400, what, code="context_length_exceeded")
+        raise ApiError(400, what, param=name, code="context_length_exceeded")
 
 
 def _sampling_params(body: Generation, service: Service, prompt: int, asked: Asked) -> SamplingParams:
@@ -113,25 +124,25 @@ def _sampling_params(body: Generation, service: Service, prompt: int, asked: Ask
             f"min_tokens={body.min_tokens} is more than the {given['max_new_tokens']} tokens that the answer may have"
         )
         raise ApiError(400, what, param="min_tokens")
-    params = SamplingParams(**{name: value for name, value in given.items() if value is not None})
-    validate(params, service.engine.setting.target.vocab_size)
-    return params
+    given = {name: value for name, value in given.items() if value is not None}
+    for name in given.keys() & {"logit_bias", "stop_token_ids"}:  # what may be said there depends on the model
+        with naming(name, service):
+            validate(SamplingParams(**{name: given[name]}), service.engine.setting.target.vocab_size)
+    return SamplingParams(**given)
 
 
 async def _grammar(body: Generation, service: Service, asked: Asked) -> Grammar | None:
     """What the answer has to follow, if anything."""
-    wanted: dict[str, tuple[str, str]] = {}
-    if isinstance(body.response_format, AsJson):
-        wanted["response_format"] = "json", '{"type":"object"}'
-    if isinstance(body.response_format, AsSchema):
-        schema = body.response_format.json_schema.schema_
-        wanted["response_format"] = "json", json.dumps({} if schema is None else schema)
+    wanted: dict[str, tuple[GrammarKind, str]] = {}
+    schema = schema_of(body.response_format)
+    if schema is not None:
+        wanted["response_format"] = "json", json.dumps(schema)
     if body.guided_regex is not None:
         wanted["guided_regex"] = "regex", body.guided_regex
     if body.guided_grammar is not None:
         wanted["guided_grammar"] = "lark", body.guided_grammar
-    if asked.grammar is not None:
-        wanted["tool_choice"] = asked.grammar
+    if asked.grammar is not None:  # which has the response format in it if that demands it
+        wanted[asked.grammar.name] = asked.grammar.kind, asked.grammar.rules
     if not wanted:
         return None
     if len(wanted) > 1:
@@ -141,7 +152,7 @@ async def _grammar(body: Generation, service: Service, asked: Asked) -> Grammar 
         what = "min_tokens" if body.min_tokens else "ignore_eos"
         raise ApiError(400, f"{what} contradicts {name}, which says where answers end; leave it out", param=what)
     try:
-        return await service.texts.grammar(cast(GrammarKind, kind), rules)
+        return await service.texts.grammar(kind, rules)
     except InputError as error:
         raise ApiError(400, str(error), param=name, code="invalid_grammar") from error
 

@@ -5,9 +5,9 @@ A field that is not here is refused by name. So are those of ``NOT_SUPPORTED``, 
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 #: Fields of OpenAI's API that are not supported, and values with which they may still be given, beside null.
@@ -30,7 +30,14 @@ NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
     "web_search_options": (),
 }
 
-Id = Annotated[int, Field(ge=0, lt=2**31)]
+
+def _whole(given: Any) -> Any:
+    """JSON has one kind of number: 4.0 is 4."""
+    return int(given) if type(given) is float and given.is_integer() else given
+
+
+_WHOLE = BeforeValidator(_whole)
+Id = Annotated[int, Field(ge=0, lt=2**31), _WHOLE]
 Text = Annotated[str, Field(max_length=4_000_000)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 
@@ -55,7 +62,7 @@ class Speculation(Strict):
 
     enabled: bool | None = None
     """False decodes plainly."""
-    k: Annotated[int, Field(ge=0, le=16)] | None = None
+    k: Annotated[int, Field(ge=0, le=16), _WHOLE] | None = None
     """Draft tokens in a round; without it the engine chooses."""
     statistics: bool | None = None
     """Answer with an object ``speculation``: what was drafted and accepted."""
@@ -115,7 +122,7 @@ class Function(Strict):
     parameters: dict[str, Any] | None = None
     """A JSON schema."""
     strict: bool | None = None
-    """Whether arguments have to follow the schema: only where a call is forced by ``tool_choice``."""
+    """Whether arguments have to follow the schema; where ``tool_choice`` forces a call they do anyway."""
 
 
 class Tool(Strict):
@@ -170,23 +177,26 @@ class AsSchema(Strict):
 class Generation(Strict):
     """What all requests for text have in common."""
 
+    asks: ClassVar[str] = "prompt"
+    """The field that holds the prompt."""
     model: Annotated[str, Field(max_length=1024)] | None = None
-    n: Annotated[int, Field(ge=1, le=128)] | None = None
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    n: Annotated[int, Field(ge=1, le=128), _WHOLE] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63), _WHOLE] | None = None
     stop: Annotated[str, Field(min_length=1, max_length=1000)] | Stops | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     temperature: Annotated[Finite, Field(ge=0, le=2)] | None = None
     top_p: Annotated[Finite, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=2**31), _WHOLE] | None = None
     """0 or -1: all tokens."""
     min_p: Annotated[Finite, Field(ge=0, le=1)] | None = None
     frequency_penalty: Annotated[Finite, Field(ge=-2, le=2)] | None = None
     presence_penalty: Annotated[Finite, Field(ge=-2, le=2)] | None = None
     repetition_penalty: Annotated[Finite, Field(gt=0, le=100)] | None = None
     logit_bias: dict[str, Annotated[Finite, Field(ge=-100, le=100)]] | None = Field(default=None, max_length=10_000)
-    max_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
-    min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    """By token id."""
+    max_tokens: Annotated[int, Field(ge=0, lt=2**31), _WHOLE] | None = None
+    min_tokens: Annotated[int, Field(ge=0, lt=2**31), _WHOLE] | None = None
     stop_token_ids: Annotated[list[Id], Field(max_length=64)] | None = None
     ignore_eos: bool | None = None
     guided_regex: Annotated[str, Field(min_length=1, max_length=10_000)] | None = None
@@ -211,7 +221,7 @@ class Generation(Strict):
         for name, neutral in NOT_SUPPORTED.items():
             if name in kept and name not in cls.model_fields:
                 value = kept.pop(name)
-                if value is not None and value not in neutral:
+                if value is not None and not any(type(value) is type(v) and value == v for v in neutral):
                     raise PydanticCustomError("not_supported", "{name} is not supported; leave it out", {"name": name})
         return kept
 
@@ -233,16 +243,17 @@ class CompletionRequest(Generation):
     )
     echo: bool | None = None
     """Begin the answer's text with the prompt."""
-    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    logprobs: Annotated[int, Field(ge=0, le=20), _WHOLE] | None = None
 
 
 class ChatRequest(Generation):
     """``POST /v1/chat/completions``."""
 
+    asks = "messages"
     messages: Annotated[list[Message], Field(min_length=1, max_length=10_000)]
-    max_completion_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=0, lt=2**31), _WHOLE] | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20), _WHOLE] | None = None
     tools: Annotated[list[Tool], Field(max_length=128)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None
     parallel_tool_calls: bool | None = None
