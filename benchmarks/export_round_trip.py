@@ -96,7 +96,7 @@ def exported(args: argparse.Namespace) -> Path:
 @contextmanager
 def running(args: argparse.Namespace, folder: Path) -> Iterator[None]:
     """The engine, started by the exported script."""
-    environment = os.environ | {"PATH": f"{args.bin}:{os.environ['PATH']}", "VLLM_CPU_KVCACHE_SPACE": "2"}
+    environment = os.environ | {"PATH": f"{args.bin}:{os.environ['PATH']}", "VLLM_CPU_KVCACHE_SPACE": "1"}
     environment |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
     environment.pop("PYTHONPATH", None)
     with (args.out / "engine.log").open("wb") as log:

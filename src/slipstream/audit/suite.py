@@ -137,7 +137,7 @@ def _parameter_cases(
     scorer: Scorer, prompts: Sequence[tuple[int, ...]], engine: Engine, settings: Settings
 ) -> Iterator[tuple[str, LawPlan]]:
     """For each parameter the prompt where ignoring it shows most, and the answers it takes to see that."""
-    for name in _CASES:
+    for name in TESTED_IN_ORDER:
         if name not in engine.honours:
             continue
         tried = []
@@ -151,7 +151,7 @@ def _parameter_cases(
         yield name, LawPlan(name, prompt, wanted, samples, f"{name} ignored behind the first token")
 
 
-_CASES = (
+TESTED_IN_ORDER = (
     "temperature",
     "top_k",
     "top_p",
@@ -163,6 +163,10 @@ _CASES = (
     "min_new_tokens",
     "stop_token_ids",
 )
+
+
+#: All of them.
+TESTED = frozenset(TESTED_IN_ORDER)
 
 
 def _case(

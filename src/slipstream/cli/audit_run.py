@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Any
@@ -68,12 +68,16 @@ class Loaded:
 
 def run(task: AuditTask) -> int:
     """Do it; the exit code."""
+    from slipstream.audit.run import verdict
+
     start = monotonic()
     settings = check(task)
     loaded = load(task)
-    loaded.engine.honours -= set(_skipped(task))
+    untested = _left_out(task, loaded.engine)
     with _shown(task) as progress:
         report = _audit(task, settings, loaded, progress, start)
+    findings = (*report.findings, *untested)
+    report = replace(report, findings=findings, verdict=verdict(findings, report.controls))
     _deliver(task, report)
     return report.exit_code
 
@@ -121,12 +125,33 @@ def _skipped(task: AuditTask) -> list[str]:
     return names
 
 
+def _left_out(task: AuditTask, engine: Engine) -> list[Finding]:
+    """Findings on the parameters that are not tested; ``engine`` honours the others from now on."""
+    from slipstream.audit.endpoint import EndpointEngine
+    from slipstream.audit.run import failure
+    from slipstream.audit.suite import TESTED
+    from slipstream.audit.types import EngineError, Finding
+
+    broken: list[Finding] = []
+    why = dict.fromkeys(TESTED - engine.honours, "the engine has none, or means something else by it")
+    why |= dict.fromkeys(_skipped(task), "left out by --skip")
+    engine.honours -= set(_skipped(task))
+    if isinstance(engine, EndpointEngine):
+        try:
+            engine.probe()
+        except EngineError as error:
+            broken = [failure(error)]
+        why |= {name: f"the server refuses it ({said})" for name, said in engine.unsupported.items()}
+    return [*broken, *(Finding(name, f"{name} is honoured", "skipped", why[name]) for name in sorted(why))]
+
+
 # --- loading ----------------------------------------------------------------------------------------------------------
 
 
 def load(task: AuditTask) -> Loaded:
     """The engine, and the target's law or a reference."""
-    from slipstream.audit.engines import CallableEngine, EndpointEngine, SlipstreamEngine
+    from slipstream.audit.endpoint import EndpointEngine
+    from slipstream.audit.engines import CallableEngine, SlipstreamEngine
     from slipstream.audit.law import ModelScorer
     from slipstream.audit.toy import ToyModel
 
@@ -214,7 +239,7 @@ def _called(task: AuditTask) -> str:
 
 
 def _audit(task: AuditTask, settings: Settings, loaded: Loaded, progress: Progress, start: float) -> Report:
-    from slipstream.audit.run import Report, run_controls, verdict
+    from slipstream.audit.run import FAILED, Report, run_controls, verdict
 
     controls = run_controls(settings, progress)
     progress("one answer at a time", 0.0)
@@ -222,8 +247,8 @@ def _audit(task: AuditTask, settings: Settings, loaded: Loaded, progress: Progre
     key = {"engine": loaded.engine.name, "model": task.model, "settings": asdict(settings)}
     state = _restore(task, audit, key)
     spent = state.get("seconds", 0.0)
-    if not any(f.result == "fault" for f in singles):
-        _collect(task, audit, progress, start)
+    if not any(f.result == "fault" and f.name == FAILED for f in singles):
+        singles += _collect(task, audit, progress, start)
     seconds = spent + monotonic() - start
     if task.resume is not None:
         document = {"key": key, "seconds": seconds, **audit.state()}
@@ -267,7 +292,11 @@ def _restore(task: AuditTask, audit: Audit, key: dict[str, Any]) -> dict[str, An
     return state or {}
 
 
-def _collect(task: AuditTask, audit: Audit, progress: Progress, start: float) -> None:
+def _collect(task: AuditTask, audit: Audit, progress: Progress, start: float) -> list[Finding]:
+    """Ask until all is clear or time is up; a finding if the engine failed."""
+    from slipstream.audit.run import failure
+    from slipstream.audit.types import EngineError
+
     try:
         while monotonic() - start < 60 * task.minutes:
             progress(f"{audit.samples:,} answers", audit.share)
@@ -275,6 +304,9 @@ def _collect(task: AuditTask, audit: Audit, progress: Progress, start: float) ->
                 break
     except KeyboardInterrupt:
         click.echo("slipstream: interrupted; reporting what there is", err=True)
+    except EngineError as error:
+        return [failure(error)]
+    return []
 
 
 # --- reporting --------------------------------------------------------------------------------------------------------
