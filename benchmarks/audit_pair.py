@@ -43,14 +43,15 @@ def main() -> None:
         tokenizer.save_pretrained(folder / name)
         for kind in ("F32", "F16", "Q8_0"):
             path = folder / f"{name}-{kind.lower()}.gguf"
-            write_gguf(path, model, kind=GGMLQuantizationType[kind], metadata=_metadata(tokenizer))
+            write_gguf(path, model, kind=GGMLQuantizationType[kind], metadata=_metadata(tokenizer, kind))
     _tell(target, draft)
 
 
-def _metadata(tokenizer: Any) -> dict[str, Any]:
+def _metadata(tokenizer: Any, kind: str) -> dict[str, Any]:
     return {
         **tokenizer_metadata(tokenizer),
         "general.name": "tiny",
+        "general.file_type": {"F32": 0, "F16": 1, "Q8_0": 7}[kind],
         "llama.rope.dimension_count": 32,
         "llama.vocab_size": 300,
         "tokenizer.ggml.add_bos_token": False,

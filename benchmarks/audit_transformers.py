@@ -1,9 +1,10 @@
 """Audits transformers' own ``generate`` with tiny random models, in each of its ways of drafting.
 
 plain and assisted: a Llama, and another one that drafts for it. lookup: drafts from the prompt. early-exit: the
-Llama's own first layer drafts. tokenizers: the other Llama has the same words under other ids, and a few of its own.
-single-position: a Gemma 4 with the assistant that reads its caches. ensemble: ``assistant_ensemble_weight=0.7``, which
-is documented to change the law, so that a fault must be found.
+Llama's own first layer drafts. tokenizers: the other Llama has the same words under other ids, and a few of its own;
+tokenizers-sorted: the same, with vocabularies that come in the order of their ids. single-position: a Gemma 4 with
+the assistant that reads its caches. ensemble: ``assistant_ensemble_weight=0.7``, which is documented to change the
+law, so that a fault must be found.
 
     python benchmarks/audit_transformers.py --minutes 5 --out benchmarks/results/audit_transformers.json
 
@@ -32,7 +33,16 @@ from slipstream.audit.run import prepare, run_controls, single_findings, verdict
 from slipstream.audit.suite import Settings
 
 _EOS = 31
-_MODES = ("plain", "assisted", "lookup", "early-exit", "tokenizers", "single-position", "ensemble")
+_MODES = (
+    "plain",
+    "assisted",
+    "lookup",
+    "early-exit",
+    "tokenizers",
+    "tokenizers-sorted",
+    "single-position",
+    "ensemble",
+)
 
 
 def main() -> None:
@@ -76,8 +86,8 @@ def engine_of(mode: str, k: int) -> tuple[TransformersEngine, Any]:
         engine.name += ", Gemma 4 and its assistant"
         return engine, target
     target = tiny_llama(0)
-    if mode == "tokenizers":
-        return two_tokenizers(target, k), target
+    if mode.startswith("tokenizers"):
+        return two_tokenizers(target, k, ordered=mode.endswith("sorted")), target
     draft = tiny_llama(1)
     soften(draft, target)
     assistant = draft if mode in ("assisted", "ensemble") else None
@@ -124,7 +134,7 @@ class TwoTokenizers(TransformersEngine):
         self.name += ", two tokenizers"
 
 
-def two_tokenizers(target: Any, k: int, seed: int = 2) -> TwoTokenizers:
+def two_tokenizers(target: Any, k: int, *, ordered: bool, seed: int = 2) -> TwoTokenizers:
     """A draft that has the target's words in another order, four of its own, and the target's weights for them."""
     draft = tiny_llama(1, 36)
     words = [f"w{i}" for i in range(31)] + ["end"]
@@ -137,16 +147,24 @@ def two_tokenizers(target: Any, k: int, seed: int = 2) -> TwoTokenizers:
                 own[places] = 0.4 * own[places] + 0.6 * other
             else:
                 own.mul_(0.4).add_(0.6 * other)
-    return TwoTokenizers(target, draft, k, (word_tokenizer(words), word_tokenizer(order)))
+    kind = Ordered if ordered else PreTrainedTokenizerFast
+    return TwoTokenizers(target, draft, k, (word_tokenizer(words, kind), word_tokenizer(order, kind)))
 
 
-def word_tokenizer(words: Sequence[str]) -> Any:
+class Ordered(PreTrainedTokenizerFast):
+    """Tells its vocabulary in the order of ids, which no tokenizer promises."""
+
+    def get_vocab(self) -> dict[str, int]:
+        return dict(sorted(super().get_vocab().items(), key=lambda pair: pair[1]))
+
+
+def word_tokenizer(words: Sequence[str], kind: Any) -> Any:
     """A word, an id: its place in ``words``."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="end"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="end", clean_up_tokenization_spaces=False)
+    return kind(tokenizer_object=tokenizer, eos_token="end", clean_up_tokenization_spaces=False)
 
 
 def tiny_gemmas(k: int) -> tuple[Any, Any]:

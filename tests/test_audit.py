@@ -628,6 +628,19 @@ def test_the_command_finds_a_fault(
     assert "fault found" in capsys.readouterr().out
 
 
+def test_a_callable_that_fails_is_a_finding(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """OpenVINO GenAI's pipeline raised an error of its own on sampled requests only; that was a traceback."""
+    (tmp_path / "frail.py").write_text(
+        "def complete(prompt, params, seed):\n    return [0] * params['max_new_tokens'] if seed == 0 else 1 / 0\n",
+        encoding="utf-8",
+    )
+    monkeypatch.chdir(tmp_path)
+    assert run_command(monkeypatch, "toy", "--callable", "frail:complete") == 1
+    assert "the engine failed: ZeroDivisionError" in capsys.readouterr().out
+
+
 def test_the_command_without_time_does_not_decide(monkeypatch: pytest.MonkeyPatch) -> None:
     assert run_command(monkeypatch, "toy", "--minutes", "0.0001") == 3
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from slipstream.audit.types import EVERY_PARAMETER, Answer, Counters, Prompt
+from slipstream.audit.types import EVERY_PARAMETER, Answer, Counters, EngineError, Prompt
 from slipstream.errors import InputError
 from slipstream.types import SamplingParams
 
@@ -180,7 +180,10 @@ class CallableEngine:
         answers = []
         for prompt, seed in zip(prompts, seeds, strict=True):
             for index in range(params.n):
-                tokens = self._function(list(prompt), dict(given), seed + 1_000_003 * index)
+                try:
+                    tokens = self._function(list(prompt), dict(given), seed + 1_000_003 * index)
+                except Exception as error:
+                    raise EngineError(f"{type(error).__name__}: {error}, asked for {given}") from error
                 answers.append(Answer(tuple(int(t) for t in tokens)))
         return answers
 
