@@ -48,6 +48,7 @@ def main() -> int:
     parser.add_argument("--limit", default="8")
     parser.add_argument("--max-new-tokens", default="96")
     parser.add_argument("--audit-minutes", default="5")
+    parser.add_argument("--engine-args", default="", help="more for the engine here, as --engine-args=--enforce-eager")
     parser.add_argument("--audit-skip", default="", help="parameters that the audit leaves out")
     parser.add_argument("--points", type=float, default=0.05)
     parser.add_argument("--start-seconds", type=float, default=900)
@@ -100,17 +101,20 @@ def running(args: argparse.Namespace, folder: Path) -> Iterator[None]:
     """The engine, started by the exported script."""
     environment = os.environ | {"PATH": f"{args.bin}:{os.environ['PATH']}", "VLLM_CPU_KVCACHE_SPACE": "1"}
     environment |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
-    # Compiling takes longer than all that is asked here.
-    environment |= {"TORCHDYNAMO_DISABLE": "1", "VLLM_CPU_OMP_THREADS_BIND": f"0-{(os.cpu_count() or 1) - 1}"}
+    environment |= {"VLLM_CPU_OMP_THREADS_BIND": f"0-{(os.cpu_count() or 1) - 1}"}
     environment.pop("PYTHONPATH", None)
+    script = folder / "launch-here.sh"
+    exported = (folder / "launch.sh").read_text(encoding="utf-8")
+    more = f'set -- "$@" {args.engine_args}\n\nexec '
+    script.write_text(exported.replace("\nexec ", f"\n{more}"), encoding="utf-8")
     with (args.out / "engine.log").open("wb") as log:
-        process = subprocess.Popen(["sh", str(folder / "launch.sh")], env=environment, stdout=log, stderr=log)
+        process = subprocess.Popen(["sh", str(script)], env=environment, stdout=log, stderr=log)
         try:
             wait(process, args)
             yield
         finally:
             process.terminate()
-            process.wait(60)
+            process.wait(300)
 
 
 def wait(process: subprocess.Popen[bytes], args: argparse.Namespace) -> None:

@@ -379,9 +379,13 @@ class Handler(BaseHTTPRequestHandler):
         if server.strict and "return_token_ids" in asked:
             self.send_error(400)
             return
+        if server.dead:
+            self.send_error(503)
+            return
         server.asked.append(asked)
         for name, code in server.failing.items():
             if asked.get(name, SamplingParams.__dataclass_fields__[name].default) not in (0, 1.0, None):
+                server.dead = server.mortal
                 self.send_error(code)
                 return
         if server.llama:
@@ -431,7 +435,7 @@ class Handler(BaseHTTPRequestHandler):
 def server() -> Any:
     made: Any = HTTPServer(("127.0.0.1", 0), Handler)
     made.decoding, made.ids, made.strict, made.asked = SpeculativeDecoding(TARGET, DRAFT), True, False, []
-    made.llama, made.failing = False, {}
+    made.llama, made.failing, made.mortal, made.dead = False, {}, False, False
     thread = Thread(target=made.serve_forever, daemon=True)
     thread.start()
     yield made
@@ -504,8 +508,11 @@ def test_what_a_server_refuses_aloud_is_not_tested_and_what_it_breaks_at_is_a_fa
     assert found["min_p"]["result"] == "skipped"
     assert "HTTP 400" in found["min_p"]["detail"]
     assert "answers" not in found
-    server.failing = {"repetition_penalty": 500}
+    server.failing, server.mortal = {"repetition_penalty": 500}, True
     assert run_command(monkeypatch, *words) == 1
+    told = capsys.readouterr().out
+    assert "HTTP 500" in "".join(f["detail"] for f in json.loads(told)["findings"] if f["result"] == "fault")
+    server.dead = server.mortal = False
     engine = EndpointEngine(f"http://127.0.0.1:{server.server_port}", TARGET.eos_token_ids)
     findings = single_findings(engine, TARGET, COARSE)
     assert findings[-1].name == "answers"
@@ -625,7 +632,9 @@ def test_the_command_finds_a_fault(
     (tmp_path / "stuck.py").write_text("def complete(prompt, params, seed):\n    return [0]\n", encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     assert run_command(monkeypatch, "toy", "--callable", "stuck:complete") == 1
-    assert "fault found" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "fault found" in told
+    assert "look first at weights" in told
 
 
 def test_a_callable_that_fails_is_a_finding(

@@ -267,10 +267,15 @@ def _audit(task: AuditTask, settings: Settings, loaded: Loaded, progress: Progre
 
 
 def _prepared(loaded: Loaded, settings: Settings) -> tuple[list[Finding], Audit]:
-    from slipstream.audit.run import prepare, prepare_pairs, single_findings
+    from slipstream.audit.run import Audit, failure, prepare, prepare_pairs, single_findings
+    from slipstream.audit.types import EngineError
 
-    if loaded.scorer is not None and _tells_tokens(loaded.engine, loaded.scorer, settings):
-        return single_findings(loaded.engine, loaded.scorer, settings), prepare(loaded.engine, loaded.scorer, settings)
+    engine, scorer = loaded.engine, loaded.scorer
+    try:
+        if scorer is not None and _tells_tokens(engine, scorer, settings):
+            return single_findings(engine, scorer, settings), prepare(engine, scorer, settings)
+    except EngineError as error:
+        return [failure(error)], Audit(loaded.engine, [], None, settings)
     assert loaded.reference is not None
     return [], prepare_pairs(loaded.engine, loaded.reference, loaded.scorer, settings)
 
@@ -342,9 +347,21 @@ def _deliver(task: AuditTask, report: Report) -> None:
     for control in report.controls:
         if not control.as_it_must:
             screen.print(f"  {control.fault or 'correct'}: not as it must be after {control.samples:,} answers")
+    if hint := _hint(report.findings):
+        screen.print(hint)
     screen.print(f"{report.engine}: {report.verdict} ({report.answers:,} answers, {report.seconds:.0f} s)")
     if task.as_json:
         click.echo(json.dumps(report.document()))
+
+
+def _hint(findings: Sequence[Finding]) -> str:
+    """Where to look first, if something else than verification may be at fault."""
+    if any(f.result == "fault" and f.name.endswith(": first token") for f in findings):
+        return (
+            "The first token has another law already, which most engines draw without a draft: look first at weights "
+            "and their type (--tolerance), at the prompt's ids, and at defaults of the server; then at verification."
+        )
+    return ""
 
 
 def _worth_a_line(findings: Sequence[Finding]) -> Iterator[Finding]:
