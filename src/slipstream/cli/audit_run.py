@@ -76,7 +76,8 @@ def run(task: AuditTask) -> int:
     untested = _left_out(task, loaded.engine)
     with _shown(task) as progress:
         report = _audit(task, settings, loaded, progress, start)
-    findings = (*report.findings, *untested)
+    told = {f.name for f in report.findings}
+    findings = (*report.findings, *(f for f in untested if f.result == "fault" or f.name not in told))
     report = replace(report, findings=findings, verdict=verdict(findings, report.controls))
     _deliver(task, report)
     return report.exit_code
@@ -248,7 +249,7 @@ def _audit(task: AuditTask, settings: Settings, loaded: Loaded, progress: Progre
     state = _restore(task, audit, key)
     spent = state.get("seconds", 0.0)
     if not any(f.result == "fault" and f.name == FAILED for f in singles):
-        singles += _collect(task, audit, progress, start)
+        singles += _collect(task, audit, progress)
     seconds = spent + monotonic() - start
     if task.resume is not None:
         document = {"key": key, "seconds": seconds, **audit.state()}
@@ -297,11 +298,15 @@ def _restore(task: AuditTask, audit: Audit, key: dict[str, Any]) -> dict[str, An
     return state or {}
 
 
-def _collect(task: AuditTask, audit: Audit, progress: Progress, start: float) -> list[Finding]:
-    """Ask until all is clear or time is up; a finding if the engine failed."""
+def _collect(task: AuditTask, audit: Audit, progress: Progress) -> list[Finding]:
+    """Ask until all is clear or time is up; a finding if the engine failed.
+
+    The time is the engine's own: on a busy machine the controls alone would use it up.
+    """
     from slipstream.audit.run import failure
     from slipstream.audit.types import EngineError
 
+    start = monotonic()
     try:
         while monotonic() - start < 60 * task.minutes:
             progress(f"{audit.samples:,} answers", audit.share)
