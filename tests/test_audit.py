@@ -414,11 +414,19 @@ class Handler(BaseHTTPRequestHandler):
         names = {"n_predict": "max_new_tokens", "repeat_penalty": "repetition_penalty"}
         given = {names.get(k, k): v for k, v in asked.items()}
         given = {k: v for k, v in given.items() if k in SamplingParams.__dataclass_fields__}
+        given["logprobs"] = asked["n_probs"] or None
         given["logit_bias"] = dict(asked["logit_bias"])
         (output,) = server.decoding.complete(tuple(asked["prompt"]), SamplingParams(**given))
         kept = [t for t in output.tokens if t != 11]
         stop = "limit" if output.finish_reason == "length" else "eos"
-        return {"content": output.text, "tokens": kept, "stop_type": stop, "tokens_predicted": len(kept)}
+        told = [{"id": t, "logprob": p.logprob} for t, p in zip(kept, output.logprobs or (), strict=False) if t != 7]
+        return {
+            "content": output.text,
+            "tokens": kept,
+            "stop_type": stop,
+            "tokens_predicted": len(kept),
+            "completion_probabilities": told if asked["n_probs"] else [],
+        }
 
     def reply(self, body: Any) -> None:
         data = json.dumps(body).encode()
@@ -495,6 +503,17 @@ def test_llama_cpp_is_asked_in_its_own_words(server: Any) -> None:
     assert (sent["top_k"], sent["top_p"], sent["min_p"]) == (0, 1.0, 0.0)
     assert sent["samplers"].index("temperature") < sent["samplers"].index("top_k")
     assert not engine.honours & {"frequency_penalty", "min_new_tokens"}
+    # It leaves out some tokens' log-probabilities: the others must not be taken for theirs.
+    asked = SamplingParams(temperature=1.0, max_new_tokens=30, logprobs=1)
+    heard, wanted = (e.complete([PROMPT], asked, [1])[0] for e in (engine, own))
+    assert heard.tokens is not None
+    assert heard.logprobs is not None
+    assert wanted.logprobs is not None
+    assert 7 in heard.tokens
+    for token, said, right in zip(heard.tokens, heard.logprobs, wanted.logprobs, strict=True):
+        assert math.isnan(said) if token in (7, 11) else said == pytest.approx(right)
+    (found,) = [f for f in single_findings(engine, TARGET, COARSE) if f.name == "logprobs"]
+    assert found.result == "pass"
 
 
 def test_what_a_server_refuses_aloud_is_not_tested_and_what_it_breaks_at_is_a_fault(

@@ -115,7 +115,8 @@ class EndpointEngine:
             return answer
         if answer.finish_reason != "stop" or (tokens and tokens[-1] in {*self._eos, *params.stop_token_ids}):
             return answer
-        return replace(answer, tokens=(*tokens, self._eos[0]), usage=None)
+        logprobs = None if answer.logprobs is None else (*answer.logprobs, float("nan"))[: len(tokens) + 1]
+        return replace(answer, tokens=(*tokens, self._eos[0]), usage=None, logprobs=logprobs)
 
     def _post(self, body: Mapping[str, Any]) -> dict[str, Any]:
         data = json.dumps(body).encode()
@@ -257,10 +258,19 @@ class LlamaCpp:
             tokens=None if tokens is None else tuple(tokens),
             text=reply.get("content"),
             finish_reason="length" if reply.get("stop_type") == "limit" else "stop",
-            logprobs=tuple(float(one["logprob"]) for one in told) if told and params.logprobs is not None else None,
+            logprobs=_in_step(tokens or (), told) if told and params.logprobs is not None else None,
             usage=reply.get("tokens_predicted"),
         )
         return [answer]
+
+
+def _in_step(tokens: Sequence[int], told: Sequence[Mapping[str, Any]]) -> tuple[float, ...]:
+    """A log-probability for each token; NaN where llama.cpp leaves one out, as it does in the middle of a character."""
+    found, left = [], list(told)
+    for token in tokens:
+        here = bool(left) and left[0].get("id") == token
+        found.append(float(left.pop(0)["logprob"]) if here else float("nan"))
+    return tuple(found)
 
 
 def _told(body: Mapping[str, Any]) -> str:

@@ -39,7 +39,7 @@ class Answer:
     finish_reason: str | None = None
     """"stop" or "length"."""
     logprobs: tuple[float, ...] | None = None
-    """Of each token, under the target before any processing."""
+    """Of each token, under the target before any processing; NaN where it is not told."""
     usage: int | None = None
     """How many tokens the engine says it generated."""
     counters: Counters | None = None
