@@ -2,11 +2,12 @@
 
     python benchmarks/distill_code.py [TARGET] [--minutes 40] [--work DIR] [--out benchmarks/results/distill_code.json]
 
-The corpus is Python's standard library, split by module. Acceptance is offline, on held-out modules, at T = 0 and
-1. The
-speed-up is end to end: ``slipstream bench`` continues beginnings of held-out modules, plainly, with the draft, and
-with what training began from, in turns. Prints a table and, as the last line, one JSON document. What follows ``--`` is
-handed to ``slipstream distill``, for example ``-- --init layers:0,1,28,29``. A run that was interrupted goes on.
+The corpus is Python's standard library, split by module. Acceptance is offline, on held-out modules, at T = 0 and 1.
+The speed-up is end to end: ``slipstream bench`` continues beginnings of held-out modules greedily: plainly, with the
+draft, and with what training began from, in turns. "Before" is the target with most of its layers taken out and the
+same output rows as the draft, neither fitted nor trained. Prints a table and, as the last line, one JSON document. What
+follows ``--`` is handed to ``slipstream distill``, for example ``-- --init layers:0,1,28,29``. A run that was
+interrupted goes on.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def main() -> None:
     start = undistilled(args.target, record, draft, work / "start")
     prompts = write_prompts(held_out(corpus, record), work / "prompts.jsonl", args.prompts)
     found = bench(args, draft, start, prompts, work / "bench.json")
-    result = {"distill": record, "bench": {k: found[k] for k in ("machine", "best", "overall") if k in found}}
+    result = {"distill": record, "bench": {k: found[k] for k in ("machine", "best", "contenders", "overall")}}
     show(record, found)
     line = json.dumps(result)
     if args.out:
@@ -86,9 +87,8 @@ def undistilled(target: str, record: dict[str, Any], draft: Path, out: Path) -> 
         begun = read_start(record["start"]["init"], describe(target))
         ids = getattr(load_model(draft), "output_ids", None)
         out.mkdir(parents=True)
-        import torch
-
-        save_student(Student(begun if ids is None else with_outputs(begun, ids.tolist())), out, torch.float16)
+        start = begun if ids is None else with_outputs(begun, ids.tolist())
+        save_student(Student(start), out, start.head.dtype)
     return out
 
 
@@ -130,9 +130,19 @@ def show(record: dict[str, Any], found: dict[str, Any]) -> None:
         before, after = (interval(record[side]["rate"][t]) for side in ("before", "after"))
         print(f"| acceptance on held-out modules, T = {t} | {before} | {after} |")
     print(f"| draft step / target step | - | {record['costs']['draft_step']:.2f} |")
-    for name, figures in found["overall"].items():
-        if figures["speed_up"] is not None:
-            print(f"| speed-up, {name} | - | {figures['speed_up']['median']:.2f} |")
+    for k, (before, after) in speed_ups(found).items():
+        print(f"| speed-up over plain, k = {k} | {before} | {after} |")
+
+
+def speed_ups(found: dict[str, Any]) -> dict[str, list[str]]:
+    """By k: of what training began from, and of the draft."""
+    rows: dict[str, list[str]] = {}
+    for contender in found["contenders"]:
+        gain = found["overall"].get(contender["name"], {}).get("speed_up")
+        if contender["draft"] and gain is not None:
+            row = rows.setdefault(str(contender["k"]), ["-", "-"])
+            row[Path(contender["draft"]).name == "draft"] = f"{gain['median']:.2f}"
+    return rows
 
 
 def interval(given: dict[str, float]) -> str:

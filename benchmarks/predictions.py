@@ -36,6 +36,7 @@ from slipstream.measure.planning import Gathered, Point, RealRun, Subject
 from slipstream.measure.plot import check_plot
 from slipstream.measure.prediction import predict
 from slipstream.measure.prompts import BenchPrompt, read_prompts
+from slipstream.measure.rounds import TURNS
 
 
 def chosen(source: str | None, each: int) -> list[BenchPrompt]:
@@ -100,7 +101,8 @@ def plan(given: argparse.Namespace) -> tuple[Subject, Pairs]:
 def run(given: argparse.Namespace) -> dict[str, Any]:
     subject, pairs = plan(given)
     ledger, found = open_ledger(subject, pairs, given.fresh), Gathered()
-    follow(gathered(subject, ledger, found), 20 + len(subject.prompts))
+    timed = 2 * (TURNS + 1) * (1 + len(subject.bases))  # at most: at two contexts
+    follow(gathered(subject, ledger, found), planning.text_steps(subject) + len(subject.prompts) + timed)
     usable = {name: d for name, d in subject.drafters.items() if name not in found.failed}
     subject = replace(subject, drafters=usable)
     ks = [int(k) for k in given.k.split(",")]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import runpy
 from collections.abc import Callable, Sequence
-from math import nan
+from math import isnan, nan
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,7 @@ class Scripted:
     """A drafter and its session: proposes tokens with confidences, behind whatever; remembers what it was asked."""
 
     gate: Callable[[int, float], bool] | None = None
+    copies = False
 
     def __init__(self, name: str, answer: Callable[[list[int]], list[tuple[int, float]]]) -> None:
         self.name = name
@@ -77,7 +78,9 @@ class Scripted:
 def copier(*spans: tuple[int, list[float]]) -> Scripted:
     """Proposes 1s with the given confidences where the text so far has a given length."""
     known = dict(spans)
-    return Scripted("copier", lambda text: [(1, sure) for sure in known.get(len(text), [])])
+    made = Scripted("copier", lambda text: [(1, sure) for sure in known.get(len(text), [])])
+    made.copies = True
+    return made
 
 
 def writer() -> Scripted:
@@ -145,6 +148,35 @@ def test_what_was_copied_less_surely_stands_in_for_a_model_that_is_not_worth_a_p
     draft = one.draft([5, 6, 7], 6)
     assert (draft.tokens, draft.sources) == ((1, 1, 1), ("copier",) * 3)
     assert [number for number, sure in asked] == [0, 1, 1, 2, 3]
+
+
+def test_a_copier_behind_a_model_that_is_not_worth_a_pass_is_asked() -> None:
+    """Only a copier that was named first stood in: behind a useless model another one was never asked."""
+    one = CascadeDrafter([passing(), copier((3, [0.5, 0.45, 0.3]))]).start(sampler())
+    one.gate = lambda number, sure, _: sure > 0.4
+    draft = one.draft([5, 6, 7], 6)
+    assert (draft.tokens, draft.sources, draft.ended) == ((1, 1), ("copier",) * 2, "controller")
+    one.gate = None
+    assert one.copied([5, 6, 7], 6, sure=False).tokens == (1, 1, 1)
+    assert one.copied([5, 6, 7], 6, sure=True).tokens == ()  # a draft begins with the model's
+
+
+def test_a_drafter_without_a_gate_is_asked_and_cut_as_the_controller_says() -> None:
+    """In a cascade nobody asked whether a drafter of one's own was worth its time, however long it took."""
+    heard: list[tuple[int, bool, str]] = []
+    most = [0]
+
+    def gate(number: int, sure: float, source: str = "", /) -> bool:
+        heard.append((number, isnan(sure), source))
+        return number < most[0]
+
+    own = ForcedDrafter(lambda tokens, k: [4] * k)
+    one = CascadeDrafter([copier((3, [0.9])), own]).start(sampler())
+    one.gate = gate
+    for most[0], tokens, calls in ((0, (), 0), (3, (4, 4, 4), 1)):
+        assert one.draft([5, 6], 6).tokens == tokens
+        assert len(own.asked) == calls
+    assert heard == [(0, True, "forced"), (0, True, "forced"), *((n, False, "forced") for n in range(4))]
 
 
 def test_a_model_that_drafted_is_not_followed_by_unsure_copies() -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from math import isnan
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,9 +34,10 @@ from fakes import (
 )
 from slipstream import InputError, SpeculativeDecoding
 from slipstream.controller import Adaptive, Fixed, Halving, Played, make_policy
-from slipstream.drafters import ModelDrafter, NoDrafter, SuffixDrafter
+from slipstream.drafters import CascadeDrafter, ModelDrafter, NoDrafter, SuffixDrafter
 from slipstream.estimates import MOST, OF_REQUEST, Acceptance, Costs, Prior
 from slipstream.measure.simulation import Simulated, World, simulate
+from slipstream.sampling import Sampler
 from slipstream.types import Draft
 
 V = 12
@@ -332,6 +335,88 @@ def test_it_recovers_when_the_text_turns_easy(step: float, slope: float, rounds:
     after = [played for place, played in asked_places(result) if place >= 400]
     assert sum(played.kept >= 1 for played in after[rounds:]) > 0.9 * len(after[rounds:])
     assert sum(len(played.tokens) for played in after[rounds:]) > 2.2 * len(after[rounds:])
+
+
+class Timed(TableModel):
+    """Each pass moves a clock on: by ``cost`` and 0.03 of it for each further row."""
+
+    def __init__(self, clock: SimpleNamespace, cost: float, law: Any, vocab: int, name: str) -> None:
+        super().__init__(law, vocab, name=name)
+        self._clock, self._cost = clock, cost
+
+    def forward(self, tokens: Sequence[int], cache: Any, num_logits: int) -> torch.Tensor:
+        self._clock.now += self._cost * (0.97 + 0.03 * len(tokens))
+        return super().forward(tokens, cache, num_logits)
+
+
+def peaked(says: Callable[[int], int], vocab: int) -> Callable[[Sequence[int]], torch.Tensor]:
+    """A law that gives 0.8 to what ``says`` of the number of tokens so far."""
+
+    def law(tokens: Sequence[int]) -> torch.Tensor:
+        row = torch.full((vocab,), -9.0, dtype=torch.float64)
+        row[says(len(tokens))] = -0.2
+        return row
+
+    return law
+
+
+class Dumb(ModelDrafter):
+    """None of its tokens is one of the target's, as it may be with two tokenizers."""
+
+    def start(self, sampler: Sampler) -> Any:
+        session: Any = super().start(sampler)
+        session._target_logits = lambda logits: None
+        return session
+
+
+TURN, AFTER = 400, 400
+#: Members: c copies, m is a model that is right from TURN on, o the same without gate and confidence, x a model that is
+#: always wrong, n one that reads and then has nothing to say.
+SORTS = ["c", "m", "o", "n", "cm", "mc", "co", "oc", "cmx", "cx", "ox", "cn"]
+
+
+@pytest.mark.parametrize("cost", [0.1, 0.2])
+@pytest.mark.parametrize("repeats", [False, True])
+@pytest.mark.parametrize("sort", SORTS)
+def test_every_drafter_falls_silent_and_comes_back(
+    sort: str, repeats: bool, cost: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """W1, W3, by the real decoder. In a cascade with copies a model that had fallen silent was never tried again."""
+    clock, vocab, luck = SimpleNamespace(now=0.0), 2 * (TURN + AFTER), random.Random(1)
+    monkeypatch.setattr("slipstream.decode.perf_counter", lambda: clock.now)
+    text = luck.sample(range(vocab), TURN + AFTER + 100)
+    if repeats:
+        text[TURN:] = [text[i % 100] for i in range(len(text) - TURN)]
+    target = Timed(clock, 1.0, peaked(text.__getitem__, vocab), vocab, "target")
+
+    def guess(at: int, *, useless: bool) -> int:
+        return (text[at] + (useless or at < TURN)) % vocab if at < len(text) else 0
+
+    def own(tokens: Sequence[int], k: int) -> list[int]:
+        clock.now += cost
+        return [guess(len(tokens) + i, useless=False) for i in range(k)]
+
+    def made(kind: str) -> Any:
+        if kind in "co":
+            return SuffixDrafter() if kind == "c" else ForcedDrafter(own)
+        useless = kind == "x"
+        law = peaked(lambda at: guess(at, useless=useless), vocab)
+        return (Dumb if kind == "n" else ModelDrafter)(Timed(clock, cost, law, vocab, kind), vocab)
+
+    members = [made(kind) for kind in sort]
+    drafter = CascadeDrafter(members) if len(sort) > 1 else members[0]
+    answer, rounds = decode(target, drafter, text[:16], k="adaptive", max_new_tokens=TURN + AFTER)
+    assert answer == text[16 : 16 + TURN + AFTER]
+    ends = list(accumulate(len(r.tokens) for r in rounds))
+    before = [r for r, end in zip(rounds, ends, strict=True) if end <= TURN - 16]
+    after = rounds[len(before) :]
+    # At the beginning some plain passes go into finding out; then next to nothing does.
+    assert sum(r.total_seconds for r in before) <= len(before) + 18
+    half = before[len(before) // 2 :]
+    assert sum(r.total_seconds for r in half) <= 1.025 * len(half)
+    good = sort in ("m", "o", "cm", "co", "oc", "ox") or (repeats and "c" in sort)
+    assert sum(r.total_seconds for r in after) < (0.75 if good else 1.02) * sum(len(r.tokens) for r in after)
+    assert all(r.total_seconds == pytest.approx(r.draft_seconds + r.verify_seconds) for r in rounds)
 
 
 def test_reading_what_was_missed_is_priced_in() -> None:

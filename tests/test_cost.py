@@ -102,8 +102,12 @@ def test_the_tornado_is_what_each_input_alone_would_change() -> None:
         ({"requests_a_day": 0.0}, "requests a day is 0"),
         ({"price": -1.0}, "price is -1"),
         ({"speed_up": float("nan")}, "speed up is nan"),
+        ({"speed_up": 1e-320}, "use a number above 0"),
+        ({"price": 1e308}, "at most 1e"),
+        ({"training": float("nan")}, "training of the draft cannot cost nan"),
+        ({"retraining_months": float("inf")}, "every inf months"),
         ({"utilisation": 1.2}, "utilisation of 1.2"),
-        ({"spare": -1}, "spare"),
+        ({"spare": -1}, "-1 spare"),
         ({"retraining_months": 0.0}, "every 0 months"),
     ],
 )
@@ -236,6 +240,8 @@ def test_it_says_no_where_nothing_is_saved() -> None:
         ((*CHATBOT, "--speed-up", 2, "--plot", "a.bmp"), "--plot 'a.bmp'"),
         ((*CHATBOT, "--speed-up", 2, "--servers", 0), "0 servers"),
         ((*CHATBOT, "--speed-up", 2, "--utilisation", 0), "utilisation of 0"),
+        ((*CHATBOT, "--speed-up", 2, "--target-training", "nan"), "training of the target cannot cost nan"),
+        ((*CHATBOT, "--speed-up", 2, "--target-training", -1), "training of the target cannot cost -1"),
     ],
 )
 def test_what_cannot_be_added_up(args: tuple[object, ...], fragment: str) -> None:

@@ -28,13 +28,14 @@ from slipstream.distill import run as distilling
 from slipstream.distill.acceptance import Exact, Kept, Overlaps, by_position, figures, gain, predicted, rate
 from slipstream.distill.job import Job
 from slipstream.distill.lens import fit_output_layer
+from slipstream.distill.on_policy import continue_rows
 from slipstream.distill.prepare import Target, make_rows, read_base, read_data
 from slipstream.distill.run import Evaluation, Interrupted, Refused, Result, distill
 from slipstream.distill.run import along as along_draft
 from slipstream.distill.student import Student, read_start, save_student
 from slipstream.distill.teacher import Asking
 from slipstream.distill.tokens import Encoded
-from slipstream.distill.train import Recipe, Step
+from slipstream.distill.train import Recipe, Step, Trainer
 from slipstream.measure.expectation import Choice, Costs
 from slipstream.models.describe import describe
 from slipstream.models.exit_head import read_exit_head
@@ -218,6 +219,20 @@ def test_a_reduced_vocabulary_and_a_portable_one(job: Job) -> None:
         run(replace(job, init=str(small.out), draft_vocab=10, out=job.out.parent / "x"))
 
 
+def test_costs_are_those_of_the_draft_that_is_written(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With --full-vocab they were those of the reduced output layer, a fraction of it."""
+    sizes, measure = [], distilling.measure_costs
+
+    def measured(target: Any, draft: Any, tokens: Any) -> Costs:
+        sizes.append(draft.vocab_size)
+        return measure(target, draft, tokens)
+
+    monkeypatch.setattr(distilling, "measure_costs", measured)
+    for whole in (False, True):
+        run(replace(job, draft_vocab=16, full_vocab=whole, costs=None, steps=1, out=job.out.parent / f"{whole}"))
+    assert sizes == [16, 300]
+
+
 def test_an_output_layer_that_is_fitted(target: Path, texts: Path, job: Job) -> None:
     """Least squares against numpy's own; of all layers the fitted one is the target's; of some it is a better start."""
     whole = Target(str(target), "fp32")
@@ -276,6 +291,56 @@ def test_other_recipes(job: Job, change: dict[str, Any]) -> None:
     assert len(result.curve) == 4
 
 
+def visited(job: Job, student: Student, target: Any) -> float:
+    """Acceptance (T = 1) where the draft has written the tokens before itself, in the middle of held-out text."""
+    rows = [one.ids[:33] for one in read_data(job, Target(job.target)).validation if len(one.ids) >= 33]
+    ids, scored = torch.tensor(rows), torch.ones(len(rows), 33, dtype=torch.bool)
+    written, reached = continue_rows(student, ids, scored, torch.Generator().manual_seed(5))
+    found = []
+    for row, mask in zip(written, reached, strict=True):
+        p = target.forward(row.tolist(), target.new_cache(), len(row))[mask].log_softmax(-1)
+        with torch.no_grad():
+            q = student.log_probs(row.unsqueeze(0), mask.unsqueeze(0))
+        found.append(float(torch.minimum(p, q).exp().sum(1).mean()))
+    return sum(found) / len(found)
+
+
+def test_steps_on_the_drafts_own_text_help_where_it_has_written_itself(job: Job) -> None:
+    job = replace(job, steps=200, evaluate_every=200, fit=0)
+    target, reached = load_model(job.target, weights="fp32"), {}
+    for share in (0.0, 1.0):
+        one = replace(job, on_policy=share, out=job.out.parent / f"{share}")
+        run(one)
+        again = replace(job, out=job.out.parent / "again")
+        reached[share] = visited(again, Student(read_start(str(one.out), describe(job.target))), target)
+    assert reached[1.0] > reached[0.0] + 0.03, reached
+
+
+@pytest.mark.parametrize("change", [{}, {"lora": 2}])
+def test_the_draft_writes_without_complaints(job: Job, change: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers' newer versions have another name for the cache, and say so once."""
+    from transformers.utils import generic
+
+    said: list[str] = []
+    monkeypatch.setattr(generic.logger, "warning_once", said.append, raising=False)
+    run(replace(job, on_policy=1.0, steps=2, **change))
+    assert not said
+
+
+def test_a_position_that_the_draft_wrote_weighs_as_much_as_any(job: Job) -> None:
+    """The mean was taken over all positions of a row where only its end was learned from."""
+    job.work.mkdir()
+    whole = Target(job.target, "fp32")
+    data = read_data(job, whole)
+    student = Student(read_start("prune:2", whole.description))
+    rows, asking = make_rows(job, data, whole), Asking(whole.model, None, 300)
+    trainer = Trainer(student, rows, asking, Recipe(steps=4, on_policy=1.0, batch=4, accumulate=2))
+    step = trainer.step()
+    assert step.positions == 4 * 33
+    trainer = Trainer(student, rows, asking, Recipe(steps=4, batch=4))
+    assert step.loss == pytest.approx(trainer.step().loss, rel=0.5)
+
+
 def test_accumulating_changes_nothing_but_memory(job: Job) -> None:
     whole, parts = (run(replace(job, steps=3, out=job.out.parent / str(n), accumulate=n))[0].curve for n in (1, 4))
     assert [s.loss for s in whole] == pytest.approx([s.loss for s in parts], rel=1e-4)
@@ -331,6 +396,27 @@ def test_the_record_and_the_card(job: Job) -> None:
     assert f"{result.after.rate[0].value:.3f}" in card
     assert "| 8 |" in card
     assert (job.out / "acceptance.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_figures_for_tensorboard(job: Job, tmp_path: Path) -> None:
+    """Every step's, once: also of a run that was interrupted, and of the last moments before it ended."""
+    reading = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    job = replace(job, logs=str(tmp_path / "logs"))
+    with pytest.raises(Interrupted):
+        run(job, lambda step: step.number == 6 and signal.raise_signal(signal.SIGINT))
+    result, _ = run(replace(job, resume=True))
+    found = reading.EventAccumulator(job.logs)
+    found.Reload()
+    assert [(e.step, e.value) for e in found.Scalars("loss")] == [
+        (s.number, pytest.approx(s.loss, rel=1e-6)) for s in result.curve
+    ]
+    assert [e.step for e in found.Scalars("acceptance/T=0")] == [e.step for e in result.evaluations]
+    assert found.Scalars("predicted speed-up")[-1].value == pytest.approx(
+        result.evaluations[-1].speed_up.speed_up, rel=1e-6
+    )
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match=r"--logs '.*file/x' cannot be made: Not a directory; give another folder"):
+        run(replace(job, logs=str(tmp_path / "file" / "x"), out=tmp_path / "other"))
 
 
 def test_prompts_are_answered_once(job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -675,6 +761,9 @@ def test_figures_and_gains() -> None:
         ({"early_exit": 2}, "--init has no meaning with it"),
         ({"early_exit": 4, "init": ""}, "--early-exit 4 does not fit the target's 4 layers"),
         ({"target": "nowhere"}, "nowhere"),
+        ({"loss": "ce", "on_policy": 0.5}, "--on-policy has no meaning with --loss ce"),
+        ({"lora": 4, "embeddings": True}, "--embeddings has no meaning where only adapters are trained"),
+        ({"threads": 0}, "--threads 0 is not usable"),
         ({"data": ("nowhere",)}, "neither a file nor a folder"),
     ],
 )

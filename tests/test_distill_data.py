@@ -10,7 +10,7 @@ import pytest
 
 from conftest import byte_tokenizer
 from slipstream import InputError
-from slipstream.distill.documents import Document, given_split, read_documents, split
+from slipstream.distill.documents import Document, apart, given_split, read_documents, split
 from slipstream.distill.tokens import Encoded, cut, encode_documents, frequent_ids, pack
 
 LINE = "a line that is long enough to tell, number {}"
@@ -128,6 +128,43 @@ def test_a_document_that_others_hold_for_the_most_part_is_no_test() -> None:
     assert found.validation
     assert all(d.id.startswith("own") for d in found.validation)
     assert len(found.training) + len(found.validation) == 20
+
+
+def chat(name: str, question: str, answer: str = "") -> Document:
+    one = Document(name, "c", question, messages=({"role": "user", "content": question},))
+    return one.answer_with(answer) if answer else one
+
+
+def test_questions_may_begin_alike_but_answers_may_not() -> None:
+    """All that comes to a service may hold the same instructions; they are not what is measured."""
+    instructions = "\n".join(LINE.format(n) for n in range(20))
+    different = [chat(f"d{i}", f"{instructions}\n{i}", LINE.format(1000 + i)) for i in range(10)]
+    found = split(different, 0.3)
+    assert len(found.validation) >= 3
+    open_ones = [chat(f"d{i}", f"{instructions}\n{i}") for i in range(10)]
+    assert len(split(open_ones, 0.3).validation) >= 3
+    with pytest.raises(InputError, match="too alike"):
+        split([chat(f"d{i}", f"{instructions}\n{i}", LINE.format(1)) for i in range(10)], 0.3)
+
+
+def test_answers_that_came_later_do_not_leak() -> None:
+    ours, theirs = (
+        [chat("a", "one", LINE.format(1))],
+        [chat("b", "two", LINE.format(1)), chat("c", "x", LINE.format(2))],
+    )
+    training, validation = apart(ours, theirs)
+    assert [d.id for d in training] == ["a", "b"]
+    assert [d.id for d in validation] == ["c"]
+
+
+def test_empty_documents_only() -> None:
+    with pytest.raises(InputError, match="all 3 documents of the data are empty"):
+        split([Document(f"{i}", "c", f"{i}", text=" ") for i in range(3)], 0.1)
+
+
+def test_a_text_that_cannot_be_encoded_is_named() -> None:
+    with pytest.raises(InputError, match=r"d1: .*not Unicode text"):
+        encode_documents([Document("d1", "c", "g", text="half \ud83d")], byte_tokenizer(), 300, "t")
 
 
 def test_given_validation_data_that_leaks_is_refused() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from slipstream import InputError
 from slipstream.distill.answers import answers_to, with_answers
 from slipstream.distill.documents import Document, order
 from slipstream.distill.job import Job
@@ -108,6 +109,19 @@ def test_answering_ends_when_its_time_is_over(tiny_checkpoint: Path, tmp_path: P
     assert sorted(d.id for d in with_answers(asked, found)) == sorted(d.id for d in asked[:40])
     assert answers_to(asked, never, PARAMS, file) == found
     assert len(with_answers(asked, found)) == 40
+
+
+def test_prompts_that_cannot_be_asked_are_left_out(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    """One that was too long used to end the run, and each resumed one, in the middle of answering."""
+    file, asked = tmp_path / "answers.jsonl", prompts(4)
+    long = Document("long", "c", "long", messages=({"role": "user", "content": "say it " * 400},))
+    model = load_model(tiny_checkpoint, weights="fp32")
+    found = answers_to([asked[0], long, *asked[1:]], lambda: model, PARAMS, file)
+    assert {d.id for d in with_answers([long, *asked], found)} == {d.id for d in asked}
+    assert answers_to([long, *asked], never, PARAMS, file) == found
+    for _ in range(2):  # resumed, it says so again
+        with pytest.raises(InputError, match=r"long: the prompt has \d+ tokens"):
+            answers_to([long], lambda: model, PARAMS, tmp_path / "others.jsonl")
 
 
 def test_answers_that_are_cut_off_are_asked_for_again(tiny_checkpoint: Path, tmp_path: Path) -> None:

@@ -8,8 +8,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from click.testing import CliRunner, Result
-from transformers import AutoConfig, LlamaConfig, MambaConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoConfig,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    LlamaConfig,
+    MambaConfig,
+    MixtralConfig,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 from conftest import byte_tokenizer, save_checkpoint
 from slipstream import InputError
@@ -138,7 +149,7 @@ def test_the_report_ends_with_verdict_lines(pair_70b: tuple[Path, Path]) -> None
     (blocker,) = (line for line in lines if line.startswith("blocker"))
     assert "memory" in blocker
     assert "use lighter weights" in blocker
-    assert "[predicted from shapes; memory assumed: --memory]" in blocker
+    assert "[predicted from shapes, with fp16 and int8 weights; memory assumed: --memory]" in blocker
     assert lines[-1].startswith("It cannot be used as asked. 1 blocker, ")
 
 
@@ -181,6 +192,13 @@ def test_what_is_no_model(tmp_path: Path) -> None:
         result = invoke(*args)
         assert result.exit_code == 2
         assert fragment in result.stderr
+
+
+def test_sizes_that_no_model_has(tmp_path: Path) -> None:
+    """A model of -3 layers was said to need -12.6 MB of cache."""
+    result = invoke(bare(tmp_path / "model", small(), byte_tokenizer(), num_hidden_layers=-3))
+    assert result.exit_code == 2
+    assert "num_hidden_layers -3" in result.stderr
 
 
 # --- vocabularies -----------------------------------------------------------------------------------------------------
@@ -295,7 +313,10 @@ def test_recurrent_models_cannot_roll_back(tmp_path: Path, plain_pair: tuple[Des
     recurrent = describe(str(bare(tmp_path / "mamba", config, byte_tokenizer())))
     found = examine(recurrent, None, setting())
     assert found.blocked
-    assert "MambaForCausalLM" in of(found.findings, "target's cache").what
+    line = of(found.findings, "target's cache")
+    assert "MambaForCausalLM" in line.what
+    assert "choose" not in line.what
+    assert line.do.startswith("choose a model whose layers")
     assert of(examine(plain_pair[0], recurrent, setting()).findings, "draft's cache").level == "blocker"
 
 
@@ -313,6 +334,88 @@ def test_weights_and_devices(plain_pair: tuple[Description, Description]) -> Non
     assert of(examine(target, draft, setting(weights="bf16")).findings, "weights").level == "warning"
     assert of(examine(target, target, setting()).findings, "size").level == "warning"
     assert of(examine(target, draft, setting()).findings, "size").level == "ok"
+
+
+@pytest.mark.parametrize(
+    ("stated", "bits", "low", "high"),
+    [
+        ({"quant_method": "gptq", "bits": 4, "group_size": 128}, 4, 38e9, 42e9),
+        ({"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True}, 4, 38e9, 42e9),
+        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, 8, 70e9, 74e9),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True, "load_in_8bit": False}, 4, 36e9, 42e9),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "config_groups": {"group_0": {"weights": {"num_bits": 8, "group_size": None}}},
+            },
+            8,
+            70e9,
+            74e9,
+        ),
+    ],
+)
+def test_a_quantised_checkpoint_without_weights_needs_what_its_bits_say(
+    tmp_path: Path, stated: dict[str, Any], bits: int, low: float, high: float
+) -> None:
+    """A 70B checkpoint of four bits was said to need 141 GB, so that a machine which it fits was refused."""
+    target = bare(tmp_path / "t", LlamaConfig(**LLAMA_70B), byte_tokenizer(), quantization_config=stated)
+    draft = bare(tmp_path / "d", LlamaConfig(**LLAMA_1B), byte_tokenizer())
+    found = json.loads(invoke(target, "--draft", draft, "--device", "cuda", "--memory", 80, "--json").stdout)
+    assert low < found["memory"]["by_weights"]["bf16"]["target"]["weights"] < high
+    lines = {f["topic"]: f for f in found["findings"]}
+    assert f"({stated['quant_method']}, {bits} bits)" in lines["weights"]["what"]
+    assert lines["memory"]["level"] != "blocker"
+
+
+def test_a_mixture_reads_the_experts_that_a_token_is_sent_to(tmp_path: Path) -> None:
+    """Its draft's size was compared with all experts, of which a step reads a few."""
+    config = MixtralConfig(
+        vocab_size=300,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=8,
+        num_experts_per_tok=2,
+    )
+    target = describe(str(bare(tmp_path / "moe", config, byte_tokenizer())))
+    everything = need(target, "bf16", Load(1, 1, 1, on_cpu=False)).weights
+    idle = 2 * 6 * (3 * 32 * 64) * 2  # two layers, six experts of three matrices, two bytes
+    assert step_bytes(target, "bf16", on_cpu=False) == pytest.approx(everything - idle, abs=2)
+    draft = describe(str(bare(tmp_path / "draft", small(), byte_tokenizer())))
+    found = of(
+        examine(target, draft, setting(k=2, weights="bf16", draft_weights="bf16", on_cpu=False)).findings, "experts"
+    )
+    assert "2 of 8 experts, a verification of 3 rows up to 6" in found.what
+
+
+def test_latent_attention_caches_its_latents(tmp_path: Path) -> None:
+    """They were counted as keys and values of every head."""
+    config = DeepseekV3Config(
+        vocab_size=300,
+        hidden_size=32,
+        intermediate_size=64,
+        moe_intermediate_size=16,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        n_group=1,
+        topk_group=1,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        q_lora_rank=8,
+        kv_lora_rank=16,
+        qk_nope_head_dim=12,
+        qk_rope_head_dim=4,
+        v_head_dim=8,
+        first_k_dense_replace=1,
+    )
+    model = describe(str(bare(tmp_path / "latent", config)))
+    with torch.no_grad():
+        cache = DeepseekV3ForCausalLM(config)(torch.arange(10)[None], use_cache=True).past_key_values
+    held = sum(layer.keys.numel() + layer.values.numel() for layer in cache.layers)
+    assert cache_bytes(model, 10, 4) == 4 * held
 
 
 @pytest.mark.parametrize(("room", "level"), [(0.99, "blocker"), (1.01, "warning"), (2.0, "ok")])

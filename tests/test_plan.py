@@ -16,15 +16,19 @@ import jsonschema
 import pytest
 from click.testing import CliRunner, Result
 
-from slipstream import InputError
+from slipstream import InputError, SamplingParams, load_model
 from slipstream.cli.from_plan import recommended
 from slipstream.cli.main import cli
 from slipstream.cli.pairs import Wanted, parse_drafts
 from slipstream.cli.pairs import load as load_pairs
 from slipstream.cli.plan_report import crossover
 from slipstream.cli.progress import follow
+from slipstream.drafters import SuffixDrafter
 from slipstream.fields import schema, to_json
+from slipstream.measure.batch_run import BatchRun, run_batch
 from slipstream.measure.plan_build import contradiction
+from slipstream.measure.planning import Point, Subject
+from slipstream.measure.prompts import BenchPrompt
 from slipstream.plan import Estimate, Plan, load, save
 
 EXAMPLE = files("slipstream.data").joinpath("plan.example.json")
@@ -157,6 +161,44 @@ def test_a_plan_from_end_to_end(here: Path, tiny_checkpoint: Path, tiny_draft_ch
     page = (here / "p.html").read_text(encoding="utf-8")
     assert page.count("<svg") == 5
     assert not re.search(r'src=|href="(?!#)|url\((?!#)|@import|<script', page)
+
+
+def test_a_batch_is_checked_by_a_real_run_of_that_batch(
+    here: Path, tiny_checkpoint: Path, tiny_draft_checkpoint: Path
+) -> None:
+    """What was predicted for three requests at a time was compared with answers to one at a time."""
+    plan, _ = plan_of(here, tiny_checkpoint, str(tiny_draft_checkpoint), "--batch", 3, "--objective", "throughput")
+    assert plan.validation is not None
+    whole, draft, k = plan.validation.overall, plan.validation.draft, plan.validation.k
+    assert "turns of 3 requests at a time" in whole.measured.how
+    (predicted,) = (c for c in plan.candidates if (c.draft, c.k, c.batch) == (draft, k, 3))
+    assert whole.predicted == predicted.speed_up
+    assert "passes of the whole batch" in plan.verdict.margin.how
+    assert whole.error == pytest.approx(whole.predicted.value / whole.measured.value - 1, abs=1e-4)
+
+
+def test_only_steps_of_a_full_batch_are_counted(tiny_checkpoint: Path) -> None:
+    """Of three prompts, two at a time: the tokens counted are of steps in which both were past their first."""
+    target = load_model(str(tiny_checkpoint), weights="fp32")
+    prompts = [BenchPrompt(str(n), "one", "", ids=tuple(range(1, 4 + n))) for n in range(3)]
+    params = SamplingParams(max_new_tokens=9, temperature=0.0, ignore_eos=True)
+    subject = Subject(target, {"suffix": SuffixDrafter()}, prompts, params)
+    points: list[Point] = []
+    run = BatchRun("suffix", 2, 2, prompts, turns=1)
+    assert len(list(run_batch(subject, run, points))) == run.steps
+    (point,) = points
+    assert 0 < point.tokens <= 2 * (9 - 1) + 2 * 2
+    assert point.plain > 0
+    assert point.fast > 0
+    assert 0 <= point.accepted <= point.drafted
+
+
+def test_a_single_prompt_has_no_interval(here: Path, tiny_checkpoint: Path) -> None:
+    """One prompt alone was given an interval without width, as if it were certain."""
+    plan, result = plan_of(here, tiny_checkpoint, "suffix", "--limit", 1)
+    assert all(c.speed_up.low is None for c in plan.candidates)
+    assert plan.verdict.speed_up.low is None
+    assert re.search("measured here: .* to 1 prompt, one at a time", result.stdout)
 
 
 def test_an_interrupted_plan_goes_on_where_it_was(
@@ -334,6 +376,23 @@ def test_generate_takes_what_the_plan_recommends(tiny_checkpoint: Path, tmp_path
     file.write_text(json.dumps(given))
     assert json.loads(invoke(*args).stdout)["draft"] is None
     assert "cannot be read" in invoke(*args[:3], tmp_path / "none", *args[4:]).stderr
+
+
+def test_serve_takes_what_the_plan_recommends_but_for_k(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The documents said so, and there was no such option. k follows the load, which a plan cannot know."""
+    from slipstream.cli import serve_run
+
+    taken: list[dict[str, Any]] = []
+    monkeypatch.setattr(serve_run, "run", lambda options: taken.append(options) or 0)
+    (tmp_path / "serve.toml").write_text('draft = "suffix"\n')
+    for more in ((), ("--draft", "none", "-k", 2), ("--config", tmp_path / "serve.toml")):
+        assert invoke("serve", "models/target", "--plan", EXAMPLE, *more).exit_code == 0
+    assert [(o["draft"], o["k"]) for o in taken] == [
+        (example()["verdict"]["draft"], "adaptive"),
+        ("none", 2),
+        ("suffix", "adaptive"),
+    ]
+    assert all(o["weights"] == example()["target"]["weights"] and "plan" not in o for o in taken)
 
 
 def test_what_is_recommended() -> None:

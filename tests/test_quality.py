@@ -52,6 +52,13 @@ def test_answers_become_programs(answer: str, outcome: str) -> None:
         ("import os; assert 'SLIPSTREAM_CACHE' not in os.environ", "passed"),
         ("import time; time.sleep(60)", "timed out"),
         ("raise SystemExit", "failed"),
+        ("import os; os.fork()", "failed"),
+        ("import os; assert os.system('true') == 0", "failed"),
+        ("import os, signal; os.kill(os.getppid(), signal.SIGKILL)", "failed"),
+        ("import subprocess, sys; subprocess.run([sys.executable, '-c', ''], start_new_session=True)", "failed"),
+        ("import tempfile; tempfile.TemporaryFile().write(b'x')", "passed"),
+        ("import os; open('a', 'w').close(); os.rename('a', 'b'); os.remove('b')", "passed"),
+        ("open('/dev/null', 'w').write('x')", "passed"),
         ("\ud800", "failed"),
     ],
 )
@@ -59,6 +66,16 @@ def test_programs_are_kept_within_bounds(code: str, outcome: str, monkeypatch: p
     monkeypatch.setenv("SLIPSTREAM_CACHE", "x")
     slow = outcome == "timed out"
     assert run_program(code, Bounds(seconds=1.5 if slow else 20)) == outcome
+
+
+def test_files_outside_the_folder_stay_as_they_are(tmp_path: Path) -> None:
+    """An answer of a model could overwrite, move or delete whatever its user may."""
+    (tmp_path / "mine").write_text("mine")
+    for code in ("open({!r}, 'w')", "open({!r}, 'ab').write(b'x')", "import os; os.remove({!r})"):
+        assert run_program(code.format(str(tmp_path / "mine"))) == "failed"
+    assert run_program(f"import os; os.rename({str(tmp_path / 'mine')!r}, 'yours')") == "failed"
+    assert run_program(f"import shutil; shutil.rmtree({str(tmp_path)!r})") == "failed"
+    assert run_program(f"assert open({str(tmp_path / 'mine')!r}).read() == 'mine'") == "passed"
 
 
 def test_what_a_program_started_does_not_outlive_it(tmp_path: Path) -> None:

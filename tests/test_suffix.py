@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 import sys
 import threading
 from collections import Counter
@@ -476,6 +477,11 @@ def spoilt() -> dict[str, tuple[Callable[[bytes], bytes], str]]:
         "only a start": (lambda data: data[:26], "is damaged"),
         "one bit turned": (lambda data: data[:-1] + bytes([data[-1] ^ 1]), "is damaged"),
         "no header": (lambda data: magic + b"1\n[1, 2]\n", "is damaged"),
+        "a count that is no integer": (
+            lambda data: re.sub(rb'"max_tokens": (\d+)', rb'"max_tokens": \1.5', data),
+            "is damaged",
+        ),
+        "a length below 0": (lambda data: re.sub(rb'"lengths": \[', b'"lengths": [-2, 2, ', data), "is damaged"),
         "header of another kind": (lambda data: magic + b'1\n{"lengths": "ab", "crc32": 0}\n', "is damaged"),
     }
 

@@ -26,7 +26,14 @@ from fakes import (
     softmax,
 )
 from slipstream import Draft, InputError, SamplingParams, SpeculativeDecoding, load_model
-from slipstream.drafters import ModelDrafter, NoDrafter, VocabularyDrafter, make_drafter
+from slipstream.drafters import (
+    CascadeDrafter,
+    ModelDrafter,
+    NoDrafter,
+    SuffixDrafter,
+    VocabularyDrafter,
+    make_drafter,
+)
 from slipstream.drafters import vocabulary as module
 from slipstream.drafters.vocabulary import SharedSession, StringSession
 from slipstream.models.registry import resolve
@@ -426,6 +433,17 @@ def test_joint_law_with_shared_tokens_by_enumeration(
     assert_law(small_pair, monkeypatch, k=k, temperature=1.0)
 
 
+@pytest.mark.parametrize("k", [1, 3])
+def test_joint_law_in_a_cascade_by_enumeration(k: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """D4. Behind copies, which may be what the draft lacks, it is asked for nothing; at the start it draws."""
+
+    def made() -> tuple[TableModel, Any]:
+        target, drafter = small_pair()
+        return target, CascadeDrafter([SuffixDrafter(min_probability=0, factor=1), drafter], min_confidence=0.4)
+
+    assert_law(made, monkeypatch, k=k, temperature=1.0)
+
+
 @pytest.mark.parametrize(
     "settings",
     [
@@ -450,7 +468,7 @@ def test_joint_law_with_strings_by_enumeration(monkeypatch: pytest.MonkeyPatch) 
     assert_law(made, monkeypatch, k=2, temperature=1.0)
 
 
-def assert_law(made: Callable[[], tuple[TableModel, VocabularyDrafter]], patch: Any, k: int, **settings: Any) -> None:
+def assert_law(made: Callable[[], tuple[TableModel, Any]], patch: Any, k: int, **settings: Any) -> None:
     drafted = 0
 
     def program(dice: Any) -> tuple[int, ...]:

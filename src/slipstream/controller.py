@@ -8,7 +8,7 @@ a token that it may still leave out, except a copied one, which is a function of
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import isnan
 from threading import Lock
@@ -301,6 +301,8 @@ _FIRST_GAP, _LAST_GAP = 4, 16
 _EXPECTED = 96
 #: What a draft model reads of a prompt at first.
 BRIEF = 64
+#: How sure a copy has to be for a probe to be put off.
+_SURE = 0.7
 #: A drafter whose call costs less than this share of a plain pass is asked always.
 _FREE = 0.01
 #: Tokens that are reached less often than this do not matter.
@@ -359,6 +361,8 @@ class AdaptiveController:
         self._acceptance: dict[str, Acceptance] = {}
         self._available = 1.0
         self._copies = bool(getattr(session, "copies", False))
+        self._draws = bool(getattr(session, "draws", False))
+        self._whole: Collection[str] = getattr(session, "whole", ())
         self._read = 0
         self._owed = 0
         self._prompt = -1
@@ -367,9 +371,12 @@ class AdaptiveController:
             reader: Any = session
             reader.latest = BRIEF
             self._brief = reader.latest is not None
-        self._gap = _FIRST_GAP
-        self._resting = 0
+        self._patience = _Patience()
+        # Copies of a cascade say nothing of how those would fare that need passes.
+        self._silence = _Patience() if self._draws else self._patience
+        self._turns: dict[str, bool] = {}
         self._probing = False
+        self._free = False
         self._drafting = True
         self._elapsed = 0.0
         self._outlook: Outlook | None = None
@@ -377,6 +384,7 @@ class AdaptiveController:
         self._tokens = 0.0
         self._passes = 0
         self._left_out: float | None = None
+        self._wasted = False
 
     # --- deciding -----------------------------------------------------------------------------------------------------
 
@@ -398,10 +406,11 @@ class AdaptiveController:
         room = min(room, most)
         if self._drafting:
             return room if self._stepwise or draft.step < _FREE * verify[1] else self._best_length()
-        if self._asks_anyway(draft, verify):
-            return room
-        self._probing = self._may_probe(length)
-        return 1 if self._probing else 0
+        self._free = draft.call + draft.step < _FREE * verify[1]
+        # Copies cost nothing, and each of them may be a better one than the last.
+        anyway = self._copies if self._stepwise else self._free
+        self._probing = (self._draws or not anyway) and self._may_probe(length)
+        return room if anyway else int(self._probing)
 
     def goes_on(self, drafted: int, confidence: float, source: str = "", /) -> bool:
         """Whether to draw another token."""
@@ -410,13 +419,14 @@ class AdaptiveController:
             return False
         if isnan(confidence):  # only who needs a pass asks so
             yes = drafted == 0 if self._probing else self._drafting and outlook.pays(drafted, self._reach, None)
+            yes = yes or (source in self._whole and self._free)
             self._passes += yes
             return yes
-        if self._probing:
+        if self._tries:
             return drafted == 0
         acceptance = self._of(source or self._drafter)
         rate = acceptance.given(confidence)
-        due = drafted == 0 and self._resting >= self._gap
+        due = drafted == 0 and self._patience.over
         # What is copied now can be copied in the next round as well: a longer copy has to beat the rate of this one.
         worth = 0.0 if self._passes else (1 + self._tokens) / outlook.verify[drafted + 1]
         if outlook.pays(drafted, self._reach, rate, worth) or acceptance.unsure(confidence) or due:
@@ -430,15 +440,23 @@ class AdaptiveController:
         """Whether to take a token from ``source``, which needs no pass, rather than to ask ``other``, which does."""
         if self._outlook is None:
             return True
+        if self._tries:  # its pass is done; of several that may have become useful each gets its turn
+            self._turns[source] = not self._turns.get(source, False)
+            return self._turns[source]
         # What it says itself, since only tokens that were taken tell how often it is right when it is less sure.
         right = (self._of(source).given(confidence) + confidence) / 2
-        return right >= self._of(other).level
+        return right >= (_SURE if self._probing else self._of(other).level)
+
+    @property
+    def _tries(self) -> bool:
+        """Whether this round is a probe, as far as is known: in a cascade it may turn out to have a copy."""
+        return self._probing and (bool(self._passes) or not self._draws)
 
     def keep(self, draft: Draft) -> int:
         """How many tokens of a one-hot draft to verify: as many as have the best outlook together."""
         outlook = self._outlook
         count = min(len(draft.tokens), outlook.room if outlook else 0)
-        if outlook is None or self._probing or self._passes:
+        if outlook is None or self._tries or self._passes:
             return count
         expected, reach = [0.0], 1.0
         for at in range(count):
@@ -531,17 +549,11 @@ class AdaptiveController:
                 best, chosen = tokens - outlook.worth * seconds, k
         return chosen
 
-    def _asks_anyway(self, draft: DraftCost, verify: tuple[float, ...]) -> bool:
-        """Copies cost nothing, and each of them may be a better one than the last."""
-        if self._stepwise:
-            return self._copies
-        return draft.call + draft.step < _FREE * verify[1]
-
     def _may_probe(self, length: int) -> bool:
         """Whether to try one token again: at growing distances, and within a budget of time."""
         outlook = self._outlook
         assert outlook is not None
-        if self._resting < self._gap:
+        if not self._silence.over:
             return False
         price = outlook.price(1, self._missed(length)) + outlook.verify[2] - outlook.verify[1]
         return self._knowledge.may_probe(price, outlook.verify[1])
@@ -550,6 +562,8 @@ class AdaptiveController:
 
     def learn(self, played: Played) -> None:
         """A round is over."""
+        # Passes that came to nothing: no token of the draft's is one of the target's, or it was given up for a copy.
+        self._wasted = bool(self._passes) and not played.draft.tokens and self._left_out is None
         self._learn_costs(played)
         self._learn_acceptance(played)
         self._learn_to_probe(played)
@@ -557,6 +571,7 @@ class AdaptiveController:
     def _learn_costs(self, played: Played) -> None:
         outlook, passes = self._outlook, self._passes if self._stepwise else len(played.draft.tokens)
         draft, missed = None, self._missed(played.length)
+        passes += max(0, sum(source in self._whole for source in played.draft.sources) - 1)
         if played.asked and (passes or not self._stepwise):
             missed, self._owed = missed + self._owed, 0
             draft = (passes, missed, played.draft_seconds)
@@ -568,7 +583,7 @@ class AdaptiveController:
             return
         seconds = outlook.verify[played.kept + 1] + (outlook.price(passes, missed) if draft else 0.0)
         self._elapsed += seconds
-        lost = seconds - len(played.tokens) * outlook.verify[1] if self._probing else 0.0
+        lost = seconds - len(played.tokens) * outlook.verify[1] if self._tries else 0.0
         self._knowledge.spent(seconds, lost, outlook.verify[1])
 
     def _missed(self, length: int) -> int:
@@ -595,6 +610,8 @@ class AdaptiveController:
             if source != self._drafter:  # a member of a cascade; positions are those of the whole
                 found.setdefault(self._drafter, []).append(Seen(at, None, value, verified))
 
+        if self._wasted:
+            found[self._drafter] = [Seen(0, None, 0.0)]
         for at in range(min(played.accepted + 1, played.kept)):
             add(at, 1.0 if at < played.accepted else 0.0)
         if played.accepted == played.kept:
@@ -606,13 +623,34 @@ class AdaptiveController:
         return found
 
     def _learn_to_probe(self, played: Played) -> None:
-        if not played.kept:
+        stood = played.accepted > 0
+        tried = played.kept + self._wasted
+        self._patience.round(tried, stood=stood, drafting=self._drafting, probing=self._tries)
+        if self._draws:
+            self._silence.round(self._passes, stood=stood, drafting=self._drafting, probing=self._tries)
+
+
+class _Patience:
+    """How many rounds nothing was tried, and after how many something is: at growing distances."""
+
+    def __init__(self) -> None:
+        self._gap = _FIRST_GAP
+        self._resting = 0
+
+    @property
+    def over(self) -> bool:
+        """Whether it is time to try."""
+        return self._resting >= self._gap
+
+    def round(self, tried: int, *, stood: bool, drafting: bool, probing: bool) -> None:
+        """A round is over: how much was tried, whether any of it stood, whether that was no probe, or one."""
+        if not tried:
             self._resting += 1
-        elif played.accepted:
-            if self._drafting:
+        elif stood:
+            if drafting:
                 self._gap, self._resting = _FIRST_GAP, 0
         else:
-            self._gap = min(2 * self._gap, _LAST_GAP) if self._probing or self._resting else self._gap
+            self._gap = min(2 * self._gap, _LAST_GAP) if probing or self._resting else self._gap
             self._resting = 0
 
 

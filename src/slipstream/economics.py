@@ -10,7 +10,7 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib.resources import files
-from math import ceil, isfinite
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,8 @@ class Figure:
     """Begins with "measured", "predicted from" or "assumed"."""
 
 
+#: No input of a service is smaller or larger; what is added up from such inputs is finite.
+_LEAST, _MOST = 1e-9, 1e15
 _POSITIVE = ("requests_a_day", "tokens_a_request", "price", "plain_tokens_a_second", "speed_up", "untrained_speed_up")
 
 
@@ -61,13 +63,15 @@ class Service:
 
     def __post_init__(self) -> None:
         for name in _POSITIVE:
-            if not (isfinite(getattr(self, name)) and getattr(self, name) > 0):
-                raise InputError(f"{name.replace('_', ' ')} is {getattr(self, name):g}; use a number above 0")
-        if not 0 < self.utilisation <= 1:
+            if not _LEAST <= (given := getattr(self, name)) <= _MOST:
+                wanted = "a number above 0" if not given >= _LEAST else f"at most {_MOST:g}"
+                raise InputError(f"{name.replace('_', ' ')} is {given:g}; use {wanted}")
+        if not _LEAST <= self.utilisation <= 1:
             raise InputError(f"a utilisation of {self.utilisation:g} is no share; use a number above 0, at most 1")
-        if self.spare < 0 or not (isfinite(self.training) and self.training >= 0):
-            raise InputError("spare servers and the cost of training cannot be negative; use 0 or more")
-        if self.retraining_months is not None and not self.retraining_months > 0:
+        if not 0 <= self.spare <= _MOST:
+            raise InputError(f"{self.spare} spare servers are not possible; use 0 or more")
+        check_dollars("the training of the draft", self.training)
+        if self.retraining_months is not None and not _LEAST <= self.retraining_months <= _MOST:
             raise InputError(f"retraining every {self.retraining_months:g} months is not possible; use more than 0")
 
     @property
@@ -82,6 +86,16 @@ class Service:
     def servers(self, speed_up: float) -> int:
         """Whole servers, the spare ones included."""
         return max(1, ceil(self.needed(speed_up) - _ROUNDING)) + self.spare
+
+
+def check_dollars(what: str, price: float) -> None:
+    """Refuse what is no price.
+
+    Raises:
+        InputError: it is negative, not a number, or beyond all bounds.
+    """
+    if not 0 <= price <= _MOST:
+        raise InputError(f"{what} cannot cost {price:g} dollars; use 0 or more, at most {_MOST:g}")
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from torch import Tensor
 from slipstream.answers import Answer, Setting, check_prompt
 from slipstream.controller import Adaptive, Policy, make_policy
 from slipstream.decode import Decoder
-from slipstream.drafters import is_name, make_drafter
+from slipstream.drafters import check_names, is_name, make_drafter
 from slipstream.engine import Engine
 from slipstream.errors import InputError
 from slipstream.goodput import Goodput
@@ -85,7 +85,10 @@ class SpeculativeDecoding:
                 f"target_model= is a {_kind(target_model)}, which is not a model; use what load_model returns, a "
                 "transformers model or a path"
             )
-        for one in draft if isinstance(draft, list) else [draft]:
+        members = draft if isinstance(draft, list) else [draft]
+        if isinstance(target, Checkpoint):
+            check_names(members, target)
+        for one in members:
             if _is_model(one):
                 check_pair(target, one)
         loaded = _loaded(target)

@@ -22,7 +22,7 @@ from slipstream.measure.files import check_writable
 if TYPE_CHECKING:
     from slipstream.measure.ledger import Ledger
     from slipstream.measure.planning import Gathered, Subject
-    from slipstream.plan import Acceptance
+    from slipstream.plan import Acceptance, Estimate
 
 FORMAT = 1
 
@@ -119,13 +119,20 @@ def table(rates: Sequence[Acceptance]) -> str:
         own = [a for a in rates if a.draft == draft]
         lines += [f"{draft} ({own[0].rate.how})", f"  {'rule':<14}{'temperature':>12}{'top p':>8}   accepted (95 %)"]
         for a in own:
-            shown = f"{a.rate.value:.3f} ({a.rate.low:.3f} to {a.rate.high:.3f})"
+            shown = _with_interval(a.rate, 3)
             shown += " *" if a.sampling != own[0].sampling else ""
             lines.append(f"  {a.rule:<14}{a.sampling.temperature:>12g}{a.sampling.top_p:>8g}   {shown}")
         if len({a.sampling for a in own}) > 1:
             lines.append("  *: of the same answers, which were sampled as in the first line")
-        positions = ", ".join(f"{q.value:.2f}" for q in own[0].positions)
+        positions = ", ".join(_with_interval(q) for q in own[0].positions)
         lines.append(f"  by position ({own[0].rule}, given that the ones before were accepted): {positions}")
-        categories = ", ".join(f"{c} {e.value:.2f}" for c, e in own[0].categories.items())
+        categories = ", ".join(f"{c} {_with_interval(e)}" for c, e in own[0].categories.items())
         lines += [f"  by category: {categories}", ""]
     return "\n".join(lines) + ("\n" if lines else "")
+
+
+def _with_interval(rate: Estimate, digits: int = 2) -> str:
+    shown = f"{rate.value:.{digits}f}"
+    if rate.low is None or rate.high is None:
+        return shown
+    return f"{shown} ({rate.low:.{digits}f} to {rate.high:.{digits}f})"

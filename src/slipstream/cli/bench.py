@@ -33,7 +33,7 @@ _KS = "Draft tokens in a round: numbers, adaptive, halving (default: 1,2,4,8,ada
     "drafts",
     multiple=True,
     metavar="DRAFT",
-    help="suffix (default), a model, or both: suffix,MODEL; repeatable.",
+    help="suffix (default), a model, early-exit:LAYERS, or several: suffix,MODEL; repeatable.",
 )
 @click.option("-k", "ks", default="1,2,4,8,adaptive", metavar="K,K,...", help=_KS)
 @rule_option

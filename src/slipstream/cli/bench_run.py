@@ -207,6 +207,7 @@ def _open(task: BenchTask) -> dict[str, Checkpoint]:
     """The target and the draft models with everything checked that can be without reading weights."""
     import torch
 
+    from slipstream.drafters import check_names
     from slipstream.models.load import Kinds, open_models
 
     if task.threads is not None:
@@ -214,6 +215,7 @@ def _open(task: BenchTask) -> dict[str, Checkpoint]:
     kinds = Kinds(task.weights, task.draft_weights, task.device)
     with working(f"Opening {task.model}", task.no_color):
         target, drafts = open_models(task.model, task.draft_models.values(), kinds)
+    check_names((name for draft in task.drafts for name in members(draft)), target)
     return {"target": target, **{label: drafts[path] for label, path in task.draft_models.items()}}
 
 

@@ -58,10 +58,15 @@ def sentence(report: Report) -> str:
     )
 
 
+def _number(value: float) -> str:
+    """Six digits, in full up to where nobody counts them any more."""
+    return f"{value:,.0f}" if 1e5 <= abs(value) < 1e15 else f"{value:,.6g}"
+
+
 def table(report: Report) -> str:
     """Plain text, for a terminal."""
     columns = report.bills
-    inputs = [(f"  {name}", f"{figure.value:,.6g}", figure.how) for name, figure in report.inputs.items()]
+    inputs = [(f"  {name}", _number(figure.value), figure.how) for name, figure in report.inputs.items()]
     swings = [(f"  {s.name}", _dollars(s.net_low), _dollars(s.net_high)) for s in report.swings]
     parts = [
         [sentence(report)],
@@ -143,6 +148,7 @@ h1 {{ font-size: 1.5em }} h2 {{ font-size: 1.15em; margin-top: 2em }}
 .wide {{ overflow-x: auto }}
 table {{ border-collapse: collapse; margin: 1em 0 }} td, th {{ padding: .2em .9em .2em 0; text-align: right }}
 td:first-child, th:first-child, td.how {{ text-align: left }} td.how {{ color: #666; font-size: 14px }}
+td.how {{ overflow-wrap: anywhere; min-width: 9em }}
 tr {{ border-bottom: 1px solid #ddd }} svg {{ max-width: 100%; height: auto }}
 </style></head><body>
 <h1>What speculation saves</h1>
@@ -157,7 +163,7 @@ def html(report: Report) -> str:
     """One page that needs nothing else; the picture is in it if matplotlib is there to draw it."""
     columns = report.bills
     body = [f"<p>{_BILLS}</p>", _rows([("", *columns), *_bill_rows(columns)]), _rows(list(derived(report)), how=True)]
-    inputs = [(n, f"{f.value:,.6g}", f.how) for n, f in report.inputs.items()]
+    inputs = [(n, _number(f.value), f.how) for n, f in report.inputs.items()]
     body += ["<h2>Inputs</h2>", _rows(inputs, how=True)]
     body += [
         f"<h2>If an input is {SWING:.0%} lower, or higher</h2><p>Net savings a month, predicted from the inputs.</p>"

@@ -12,7 +12,16 @@ import click
 
 from slipstream.cli.cost_report import Report, document, html, table
 from slipstream.cli.screen import next_step
-from slipstream.economics import Figure, Service, find_price, read_prices, throughput_for, tornado, verdict
+from slipstream.economics import (
+    Figure,
+    Service,
+    check_dollars,
+    find_price,
+    read_prices,
+    throughput_for,
+    tornado,
+    verdict,
+)
 from slipstream.errors import InputError
 from slipstream.measure.expectation import Costs, acceptance_for, best, break_even, constant, speed_up
 from slipstream.measure.files import check_writable, write_whole
@@ -112,6 +121,8 @@ def make_report(task: CostTask) -> Report:
         InputError: something is missing, or has no meaning.
     """
     inputs = Inputs()
+    if task.target_training is not None:
+        check_dollars("the training of the target", task.target_training)
     measured = _read(task)
     if task.requests_per_day is None:
         raise InputError("the load is missing; say how many requests come with --requests-per-day")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -12,12 +13,15 @@ if TYPE_CHECKING:
     from slipstream.plan import Plan
 
 plan_option = click.option(
-    "--plan", "plan", metavar="FILE", help="Take draft, k, rule and weights from what `slipstream plan` recommends."
+    "--plan",
+    "plan",
+    metavar="FILE",
+    help="Take draft, weights, rule and k (not `serve`) from what `slipstream plan` says.",
 )
 
 
-def apply_plan(ctx: click.Context, options: dict[str, Any]) -> None:
-    """Take ``plan`` out of ``options`` and fill in what it recommends, but for what the user gave.
+def apply_plan(ctx: click.Context, options: dict[str, Any], but: Sequence[str] = ()) -> None:
+    """Take ``plan`` out of ``options`` and fill in what it recommends, except what the user gave and ``but``.
 
     Raises:
         InputError: the plan cannot be read.
@@ -31,7 +35,7 @@ def apply_plan(ctx: click.Context, options: dict[str, Any]) -> None:
     if options.get("model") not in (None, plan.target.model):
         click.echo(f"slipstream: the plan is of {plan.target.model}, not of {options['model']}", err=True)
     for name, value in recommended(plan).items():
-        if name in options and not _given(ctx, name):
+        if name in options and name not in but and not _given(ctx, name):
             options[name] = value
 
 

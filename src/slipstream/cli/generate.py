@@ -39,7 +39,10 @@ _K = "Draft tokens in a round: adaptive (default: whatever is fastest), halving,
 @click.argument("model")
 @click.argument("source", required=False, metavar="[-]")
 @click.option(
-    "--draft", default="suffix", metavar="DRAFT", help="suffix (default: copies), a model, suffix,MODEL, none."
+    "--draft",
+    default="suffix",
+    metavar="DRAFT",
+    help="suffix (default: copies), a model, early-exit:LAYERS, several (suffix,MODEL), none.",
 )
 @click.option("-k", "k", type=DraftLength(), default="adaptive", metavar="K", help=_K)
 @rule_option

@@ -75,7 +75,7 @@ def load(wanted: Wanted, prompts: Sequence[BenchPrompt]) -> Pairs:
     """Check everything that can be checked without weights, then read them."""
     import torch
 
-    from slipstream.drafters import make_drafter
+    from slipstream.drafters import check_names, make_drafter
     from slipstream.measure.prompts import encoded
     from slipstream.models.load import Kinds, open_models
 
@@ -85,6 +85,7 @@ def load(wanted: Wanted, prompts: Sequence[BenchPrompt]) -> Pairs:
     with working(f"Loading {wanted.target}", wanted.no_color):
         kinds = Kinds(wanted.weights, wanted.draft_weights, wanted.device)
         target, opened = open_models(wanted.target, wanted.draft_models, kinds)
+    check_names((name for draft in wanted.drafts for name in draft), target)
     ready = encoded(prompts, target.tokenizer, wanted.target) if prompts else []
     with working(f"Loading {wanted.target}", wanted.no_color):
         loaded = target.load()

@@ -119,7 +119,7 @@ def _acceptance_rows(plan: Plan) -> Iterator[tuple[str, ...]]:
             a.rule,
             f"{a.sampling.temperature:g}",
             f"{a.sampling.top_p:g}",
-            f"{a.rate.value:.2f} ({a.rate.low:.2f} to {a.rate.high:.2f})",
+            _with_interval(a.rate, ""),
             *(later + [_NONE] * 3)[:3],
         )
 
@@ -271,7 +271,7 @@ def _figure(value: str, what: str, how: str) -> str:
 def _setting(plan: Plan) -> str:
     a, t = plan.asked, plan.target
     cpu = plan.machine.get("accelerator") or plan.machine.get("cpu") or "this machine"
-    threads = f", {t.threads} threads" if t.threads else ""
+    threads = f", {t.threads} thread{'' if t.threads == 1 else 's'}" if t.threads else ""
     choice = "greedy" if a.sampling.temperature == 0 else f"temperature {a.sampling.temperature:g}"
     return (
         f"{a.prompts} prompts ({a.prompts_from}), answers of at most {a.max_new_tokens} tokens, {choice}, for "

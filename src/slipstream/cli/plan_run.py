@@ -186,25 +186,33 @@ def _checked(task: PlanTask, subject: Subject, made: Made, found: Gathered, ledg
         again = _real_run(subject, made, ledger, task, _REPEATS)
         checked = validation(made, subject, found, [*once, *again])
     plan = replace(made.plan, validation=checked)
+    if checked is None:
+        said = f"The prediction was not checked: answers this short never kept {task.batch} places busy at once."
+        plan = replace(plan, notes=(said, *plan.notes))
     return replace(plan, notes=(*contradiction(plan), *plan.notes))
 
 
 def _real_run(subject: Subject, made: Made, ledger: Ledger, task: PlanTask, repeats: int = 1) -> list[Point]:
     from slipstream.fields import from_json, to_json
+    from slipstream.measure.batch_run import BatchRun, run_batch
     from slipstream.measure.planning import Point, RealRun, run_for_real
 
     option, best = made.decision.option, made.decision.prediction
     assert option is not None
     assert best is not None
-    name = f"real run {option.draft} {best.k} {repeats}"
+    name = f"real run {option.draft} {best.k} {repeats} {task.batch}"
     if name not in ledger:
         known = {case.id for case in option.cases}
         usable = [one for one in subject.prompts if one.id in known]
-        count = min(_CHECKED, len(usable))
-        some = [usable[i * len(usable) // count] for i in range(count)]
-        into: dict[int, list[Point]] = {}
-        real = RealRun(option.draft, (best.k,), some, repeats)
-        follow(run_for_real(subject, real, into), real.steps, task.no_color)
+        into: dict[int, list[Point]] = {best.k: []}
+        if task.batch > 1:
+            crowd = BatchRun(option.draft, best.k, task.batch, usable)
+            follow(run_batch(subject, crowd, into[best.k]), crowd.steps, task.no_color)
+        else:
+            count = min(_CHECKED, len(usable))
+            some = [usable[i * len(usable) // count] for i in range(count)]
+            real = RealRun(option.draft, (best.k,), some, repeats)
+            follow(run_for_real(subject, real, into), real.steps, task.no_color)
         ledger.put(name, to_json(into[best.k]))
     return [from_json(Point, entry, name) for entry in ledger[name]]
 

@@ -116,10 +116,15 @@ def check_threads(threads: int | None) -> None:
 
 def open_all(task: Task) -> tuple[Checkpoint, dict[str, Checkpoint]]:
     """Target and draft models (by name) with everything checked that can be without reading weights."""
+    from slipstream.drafters import check_names
     from slipstream.models.load import Kinds, open_models
 
     with working(f"Loading {task.model}", task.no_color):
-        return open_models(task.model, task.draft_models, Kinds(task.weights, task.draft_weights, task.device))
+        target, drafts = open_models(
+            task.model, task.draft_models, Kinds(task.weights, task.draft_weights, task.device)
+        )
+    check_names(() if task.plain else members(task.draft), target)
+    return target, drafts
 
 
 def _check_fits(ids: list[int], target: Checkpoint | Model) -> None:

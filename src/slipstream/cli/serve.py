@@ -6,6 +6,7 @@ from typing import Any
 
 import click
 
+from slipstream.cli.from_plan import apply_plan, plan_option
 from slipstream.cli.options import DraftLength, model_options, rule_option
 from slipstream.cli.serve_around import around_options
 
@@ -13,6 +14,7 @@ _EXAMPLES = """\b
 Examples:
   slipstream serve smollm2-135m
   slipstream serve path/to/target --draft suffix,path/to/draft --port 8080
+  slipstream serve path/to/target --plan plan.json      # its draft, weights and rule; k follows the load
   curl http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' \\
        -d '{"messages": [{"role": "user", "content": "Hello"}], "stream": true}'
 
@@ -22,7 +24,12 @@ Any OpenAI client works: base_url="http://127.0.0.1:8000/v1", api_key="none".
 
 @click.command("serve", epilog=_EXAMPLES)
 @click.argument("model", metavar="TARGET")
-@click.option("--draft", default="suffix", metavar="DRAFT", help="suffix (default), a model, suffix,MODEL, none.")
+@click.option(
+    "--draft",
+    default="suffix",
+    metavar="DRAFT",
+    help="suffix (default), a model, early-exit:LAYERS, several (suffix,MODEL), none.",
+)
 @click.option(
     "-k",
     "k",
@@ -44,13 +51,16 @@ Any OpenAI client works: base_url="http://127.0.0.1:8000/v1", api_key="none".
 @click.option("--drain-seconds", type=click.FloatRange(0), default=30.0, help="After SIGTERM, to finish (30).")
 @click.option("--tls-cert", metavar="FILE", help="Certificate, for https.")
 @click.option("--tls-key", metavar="FILE", help="Its key.")
+@plan_option
 @model_options
 @around_options
-def command(**options: Any) -> int:
+@click.pass_context
+def command(ctx: click.Context, /, **options: Any) -> int:
     """Serve TARGET over HTTP, as OpenAI's API has it.
 
     TARGET and DRAFT are a name from `slipstream models`, a checkpoint folder, a .gguf file, or a hub id.
     """
+    apply_plan(ctx, options, but=("k",))
     from slipstream.cli.serve_run import run
 
     return run(options)

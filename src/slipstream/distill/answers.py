@@ -7,16 +7,12 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING
 
 from slipstream.distill.documents import Document
 from slipstream.errors import InputError, SlipstreamError
 from slipstream.models.base import Model
 from slipstream.text import encode
 from slipstream.types import Request, SamplingParams
-
-if TYPE_CHECKING:
-    from slipstream.engine import Engine
 
 #: In the file of answers: the time was over, and what has none is left out.
 _OVER = "over"
@@ -41,7 +37,7 @@ def answers_to(
         seconds: nothing is asked any more after that; what is being answered then is finished.
 
     Raises:
-        InputError: a prompt that cannot be answered, or a full disk; the answers so far are in the file.
+        InputError: prompts of which none can be answered, or a full disk; the answers so far are in the file.
     """
     kept = _read(file)
     over = kept.pop(_OVER, None) is not None
@@ -89,7 +85,11 @@ def _read(file: Path) -> dict[str, str]:
 def _ask(
     documents: Sequence[Document], target: Model, params: SamplingParams, seconds: float
 ) -> Iterator[tuple[Document, str]]:
-    """Each with its answer, as it comes."""
+    """Each with its answer, as it comes; one that cannot be asked, since it is too long for example, with none.
+
+    Raises:
+        InputError: none can be asked.
+    """
     from slipstream.answers import Setting
     from slipstream.drafters import make_drafter
     from slipstream.engine import Engine
@@ -100,12 +100,19 @@ def _ask(
     engine = Engine(setting)
     asked: dict[int, Document] = {}
     left, end = iter(documents), perf_counter() + seconds
+    unfit: list[InputError] = []
     while True:
         while engine.unfinished < engine.limits.requests and perf_counter() < end:
             document = next(left, None)
             if document is None:
                 break
-            asked[_added(engine, document, target, params)] = document
+            try:
+                asked[engine.add(Request(encode(document.messages, target.tokenizer), params))] = document
+            except InputError as error:
+                unfit.append(InputError(f"{document.id}: {error}"))
+                if len(unfit) == len(documents):
+                    raise unfit[0] from error
+                yield document, ""
         if not engine.unfinished:
             return
         for event in engine.step():
@@ -113,10 +120,3 @@ def _ask(
                 raise SlipstreamError(f"{asked[event.id].id}: {event.error}") from event.error
             if event.output is not None:
                 yield asked[event.id], event.output.text
-
-
-def _added(engine: Engine, document: Document, target: Model, params: SamplingParams) -> int:
-    try:
-        return engine.add(Request(encode(document.messages, target.tokenizer), params))
-    except InputError as error:
-        raise InputError(f"{document.id}: {error}") from error

@@ -45,6 +45,11 @@ class Document:
         return self.text or "\n".join(m["content"] for m in self.messages if m["role"] != "system")
 
     @property
+    def written(self) -> str:
+        """What is learned from or measured on, if it has that already: all of a text, the answers of a conversation."""
+        return self.text or "\n".join(m["content"] for m in self.messages if m["role"] == "assistant")
+
+    @property
     def key(self) -> str:
         """Equal of documents that say the same, whatever the white space around it."""
         said = [m["role"] + m["content"].strip() for m in self.messages] or [self.prompt, self.text.strip()]
@@ -91,20 +96,25 @@ def split(documents: Sequence[Document], share: float, seed: int = 0) -> Split:
         InputError: too little is left on one side.
     """
     distinct = _distinct(documents)
+    if not distinct:
+        raise InputError(f"all {len(documents)} documents of the data are empty; give some with text or answers")
     held_out = _held_out(distinct, share, seed)
     training = [d for d in distinct if d.group not in held_out]
     validation = [d for d in distinct if d.group in held_out]
-    if training and validation:
-        lines = _lines(training)
-        leaked = {d.id for d in validation if _share_within(d, lines) >= _COPY}
-        training += [d for d in validation if d.id in leaked]
-        validation = [d for d in validation if d.id not in leaked]
+    training, validation = apart(training, validation)
     if not training or not validation:
         raise InputError(
             f"the data has {len(distinct)} different documents in {len({d.group for d in distinct})} groups, too few "
             "(or too alike) to set some aside for validation; give more, or --validation-data"
         )
     return Split(tuple(training), tuple(validation), len(documents) - len(distinct))
+
+
+def apart(training: Sequence[Document], validation: Sequence[Document]) -> tuple[list[Document], list[Document]]:
+    """Both sides; validation documents that training documents hold, wholly or for the most part, go to training."""
+    keys, lines = {d.key for d in training}, _lines(training)
+    leaked = {d.id for d in validation if d.key in keys or _share_within(d, lines) >= _COPY}
+    return [*training, *(d for d in validation if d.id in leaked)], [d for d in validation if d.id not in leaked]
 
 
 def given_split(training: Sequence[Document], validation: Sequence[Document]) -> Split:
@@ -161,7 +171,8 @@ def _held_out(documents: Sequence[Document], share: float, seed: int) -> set[str
 
 
 def _telling(document: Document) -> list[str]:
-    return [line for line in map(str.strip, document.content.split("\n")) if len(line) >= _TELLING]
+    # of a conversation the answers: questions may all begin alike, and are not what is measured
+    return [line for line in map(str.strip, document.written.split("\n")) if len(line) >= _TELLING]
 
 
 def _lines(documents: Iterable[Document]) -> set[int]:

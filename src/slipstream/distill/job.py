@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from slipstream.distill.losses import NAMES
+from slipstream.distill.losses import CROSS_ENTROPY, NAMES
 from slipstream.errors import InputError
 from slipstream.measure.expectation import Costs
 from slipstream.measure.files import write_whole
@@ -110,6 +110,7 @@ def check(job: Job) -> None:
         "--rank": (job.rank, 1, 4096),
         "--lora": (job.lora, 1, 4096),
         "--length": (job.length, 8, 1_000_000),
+        "--threads": (job.threads, 1, math.inf),
         "--steps": (job.steps, 1, math.inf),
         "--minutes": (job.minutes, 0.01, math.inf),
         "--learning-rate": (job.learning_rate, 1e-9, 10),
@@ -121,6 +122,7 @@ def check(job: Job) -> None:
         "--patience": (job.patience, 1, math.inf),
         "--checkpoint-minutes": (job.checkpoint_minutes, 0, math.inf),
         "--answer-tokens": (job.answer_tokens, 1, math.inf),
+        "--answer-temperature": (job.answer_temperature, 0, 100),
     }
     for option, (value, low, high) in ranges.items():
         if value is not None and not low <= value <= high:
@@ -134,8 +136,12 @@ def check(job: Job) -> None:
         raise InputError("--steps and --minutes are both given; give one of them")
     if job.full_vocab and job.draft_vocab is None:
         raise InputError("--full-vocab is for --draft-vocab; without it the draft has the full vocabulary anyway")
-    if job.logs is not None and find_spec("tensorboard") is None:
-        raise InputError("--logs needs the package tensorboard; install it with: pip install tensorboard")
+    if job.loss == CROSS_ENTROPY and job.on_policy:
+        raise InputError(
+            "--on-policy has no meaning with --loss ce: what the draft writes itself is no example; use kl"
+        )
+    if job.embeddings and (job.lora is not None or job.early_exit is not None):
+        raise InputError("--embeddings has no meaning where only adapters are trained; leave it or --lora out")
     unfit = [
         o for o, given in (("--lora", job.lora), ("--draft-vocab", job.draft_vocab), ("--init", job.init)) if given
     ]
@@ -144,6 +150,8 @@ def check(job: Job) -> None:
     if job.early_exit is None and not job.init:
         raise InputError("--init is missing; give a draft model, prune:4, or layers:0,9,19,29")
     _check_places(job)
+    if job.logs is not None:
+        _check_logs(job.logs)
 
 
 def _check_places(job: Job) -> None:
@@ -157,6 +165,15 @@ def _check_places(job: Job) -> None:
         raise InputError(f"{str(job.work)!r} holds an unfinished run; go on with --resume, or remove it to start anew")
     if job.resume and not (job.work / SETTINGS).exists():
         raise InputError(f"there is no unfinished run in {str(job.work)!r}; leave --resume out")
+
+
+def _check_logs(folder: str) -> None:
+    if find_spec("tensorboard") is None:
+        raise InputError("--logs needs the package tensorboard; install it with: pip install tensorboard")
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"--logs {folder!r} cannot be made: {error.strerror or error}; give another folder") from error
 
 
 def remember(file: Path, facts: Mapping[str, Any]) -> None:

@@ -21,21 +21,31 @@ def continue_rows(student: Student, ids: Tensor, scored: Tensor, generator: torc
     The draft's prefixes are the rows' own. A row's position is scored where its next token is one that was drawn, the
     last position too, as far as the row was scored at all.
     """
-    written = min(WRITTEN, ids.shape[1] // 2)
+    from transformers import DynamicCache
+
+    reached = drawn_positions(scored)
+    written = _written(ids.shape[1])
     prefix = ids[:, : ids.shape[1] - written]
     decoder: Any = student.decoder
-    argument = cache_argument(type(getattr(decoder, "base_model", decoder))) or "past_key_values"
-    cache: Any = None
+    plain = decoder.get_base_model() if hasattr(decoder, "get_base_model") else decoder
+    cache = {cache_argument(type(plain)) or "past_key_values": DynamicCache(config=plain.config)}
     new, drawn = prefix, [prefix]
     for _ in range(written):
-        out = decoder(input_ids=new, use_cache=True, **{argument: cache})
-        cache = out.past_key_values
-        states = out.last_hidden_state[:, -1]
+        states = decoder(input_ids=new, use_cache=True, **cache).last_hidden_state[:, -1]
         states = states if student.adapter is None else student.adapter(states)
         probs = torch.nn.functional.linear(states, student.head).float().softmax(dim=-1)
         rows = torch.multinomial(probs, 1, generator=generator)
         new = rows if student.output_ids is None else student.output_ids[rows]
         drawn.append(new)
-    reached = torch.zeros_like(scored)
-    reached[:, prefix.shape[1] - 1 :] = scored.any(dim=1, keepdim=True)
     return torch.cat(drawn, dim=1), reached
+
+
+def drawn_positions(scored: Tensor) -> Tensor:
+    """Which positions of rows ``scored`` (N, L) are learned from once the draft has written their ends, (N, L)."""
+    reached = torch.zeros_like(scored)
+    reached[:, scored.shape[1] - _written(scored.shape[1]) - 1 :] = scored.any(dim=1, keepdim=True)
+    return reached
+
+
+def _written(length: int) -> int:
+    return min(WRITTEN, length // 2)

@@ -43,8 +43,9 @@ def _draw_rates(axes: Any, result: Result, temperature: int) -> None:
 
 
 def _draw_positions(axes: Any, result: Result, temperature: int) -> None:
-    for figures, style, label in ((result.before, ":", None), (result.after, "-", f"T = {temperature}")):
+    for figures, style, when in ((result.before, ":", "before"), (result.after, "-", "after")):
         found = figures.positions[temperature]
         numbers, values = range(1, len(found) + 1), [i.value for i in found]
         ends = [[i.value - i.low for i in found], [i.high - i.value for i in found]]
-        axes.errorbar(numbers, values, yerr=ends, linestyle=style, capsize=2, color=_COLOURS[temperature], label=label)
+        look: Any = {"linestyle": style, "capsize": 2, "color": _COLOURS[temperature]}
+        axes.errorbar(numbers, values, yerr=ends, label=f"T = {temperature}, {when}", **look)

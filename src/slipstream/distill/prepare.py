@@ -106,7 +106,7 @@ def read_data(job: Job, target: Target, say: Callable[[str], None] = lambda _: N
     else:
         sides = docs.split(found, job.validation, job.seed)
     about = target.description
-    training, validation = _answered(job, sides, target, say)
+    training, validation = docs.apart(*_answered(job, sides, target, say))
     shuffled = [training[i] for i in docs.order(len(training), job.seed)]
     encoded = encode_documents(shuffled, about.tokenizer, about.vocab_size, target.name, tokens_of_use(job))
     apart = encode_documents(validation, about.tokenizer, about.vocab_size, target.name)
@@ -132,9 +132,7 @@ def _answered(job: Job, sides: docs.Split, target: Target, say: Callable[[str], 
     if asking:
         time = "" if job.minutes is None else f", for {job.minutes / 2:g} minutes at most"
         say(f"the target answers {asking:,} prompts{time}")
-    params = SamplingParams(
-        max_new_tokens=job.answer_tokens, temperature=job.answer_temperature, seed=job.seed, logprobs=None
-    )
+    params = SamplingParams(max_new_tokens=job.answer_tokens, temperature=job.answer_temperature, seed=job.seed)
     answers = answers_to(mixed, lambda: target.model, params, job.work / ANSWERS, limit)
     return [with_answers(side, answers) for side in (sides.training, sides.validation)]
 

@@ -9,7 +9,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from io import BytesIO
 from pathlib import Path
 from time import perf_counter
@@ -193,7 +193,10 @@ def distill(job: Job, observer: Observer) -> Result:
         if fresh and not any((job.work / name).exists() for name in (_STATE, ANSWERS)):
             shutil.rmtree(job.work)
         raise
-    _train(run)
+    try:
+        _train(run)
+    finally:
+        run.board.close()
     try:
         result = _finish(run)
     except Refused:
@@ -242,7 +245,8 @@ def _prepared(job: Job, target: Target, observer: Observer) -> Run:
     )
     if saved is not None:
         trainer.load(saved["trainer"])
-    return Run(job, target, data, start, student, trainer, chosen, judge, course, observer, Board(job.logs))
+    board = Board(job.logs, trainer.step_number)
+    return Run(job, target, data, start, student, trainer, chosen, judge, course, observer, board)
 
 
 def _begun(job: Job, judge: Judge, trial: Trainer, observer: Observer) -> tuple[Plan, _Course]:
@@ -293,7 +297,10 @@ def _recipe(job: Job, steps: int) -> Recipe:
 
 
 def _measured(job: Job, target: Target, start: Start, data: Data) -> Costs:
-    """Costs with the draft as it is before training: its speed depends on its shape only."""
+    """Costs with the draft as it is before training: its speed depends on the shape only that it will be written in."""
+    if job.full_vocab:
+        table = start.tensors["model.embed_tokens.weight"]
+        start = replace(start, head=torch.zeros_like(table), output_ids=None)
     with _written_in(job) as folder:
         save_student(Student(start), folder, torch.float32)
         if job.early_exit is not None:  # it drafts with the target's own weights

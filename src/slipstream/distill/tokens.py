@@ -79,7 +79,10 @@ def encode_documents(
     for document in documents:
         if total >= most:
             break
-        one = _encode_text(document, tokenizer) if document.text else _encode_chat(document, tokenizer)
+        try:
+            one = _encode_text(document, tokenizer) if document.text else _encode_chat(document, tokenizer)
+        except InputError as error:
+            raise InputError(f"{document.id}: {error}") from error
         if any(i >= rows for i in one.ids):
             raise InputError(f"{one.document} holds ids that {name} cannot be fed (it has {rows}); leave it out")
         if one.count:
@@ -106,22 +109,22 @@ def _encode_chat(document: Document, tokenizer: Any) -> Encoded:
         if message["role"] != "assistant":
             continue
         before = encode(messages[:i], tokenizer)
-        whole = _rendered(messages[: i + 1], tokenizer, document.id)
+        whole = _rendered(messages[: i + 1], tokenizer)
         if whole[: len(before)] != before or before[: len(ids)] != ids:
             # a template that rewrites what was said before: only its last rendering is what a target sees
             ids, written = (), ()
         if whole[: len(before)] != before:
-            raise InputError(f"the chat template does not leave the messages of {document.id} as they are; give text")
+            raise InputError("the chat template does not leave the messages as they are; give text")
         written += (False,) * (len(before) - len(ids)) + (True,) * (len(whole) - len(before))
         ids = whole
     return Encoded(document.id, document.category, ids, written)
 
 
-def _rendered(messages: list[Any], tokenizer: Any, where: str) -> tuple[int, ...]:
+def _rendered(messages: list[Any], tokenizer: Any) -> tuple[int, ...]:
     try:
         ids = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False)
     except Exception as error:  # a template is a program
-        raise InputError(f"the chat template does not take the messages of {where} ({error}); change them") from error
+        raise InputError(f"the chat template does not take the messages ({error}); change them") from error
     return tuple(ids)
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from slipstream.distill.losses import CROSS_ENTROPY, LOSSES, cross_entropy
-from slipstream.distill.on_policy import continue_rows
+from slipstream.distill.on_policy import continue_rows, drawn_positions
 from slipstream.distill.student import Student
 from slipstream.distill.teacher import Targets, Teacher
 from slipstream.distill.tokens import Rows
@@ -92,7 +92,8 @@ class Trainer:
             group["lr"] = rate
         batch = self._batch(self.step_number)
         on_policy = float(torch.rand((), generator=self._generator)) < recipe.on_policy
-        positions = int(self.rows.scored[batch].sum())
+        scored = self.rows.scored[batch]
+        positions = int((drawn_positions(scored) if on_policy else scored).sum())
         total = 0.0
         for part in batch.chunk(recipe.accumulate):
             loss = self._loss(part, on_policy) / max(1, positions)
@@ -148,7 +149,7 @@ class Trainer:
         """Summed over the scored positions of some rows."""
         ids, scored, labels = self.rows.ids[batch], self.rows.scored[batch], self._labels[batch]
         numbers = batch.tolist()
-        if on_policy and self.recipe.loss != CROSS_ENTROPY:
+        if on_policy:
             ids, scored = continue_rows(self.student, ids, scored, self._generator)
             numbers = [-1] * len(numbers)
         with torch.autocast("cpu", torch.bfloat16) if self.recipe.bf16 else nullcontext():

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 from slipstream.drafters.base import Drafter, DraftSession
 from slipstream.drafters.cascade import CascadeDrafter
-from slipstream.drafters.early_exit import PREFIX, EarlyExitDrafter, early_exit
+from slipstream.drafters.early_exit import PREFIX, EarlyExitDrafter, check_early_exit, early_exit
 from slipstream.drafters.model import ModelDrafter, for_drafting
 from slipstream.drafters.nothing import NoDrafter
 from slipstream.drafters.store import SuffixStore
@@ -16,6 +16,9 @@ from slipstream.drafters.vocabulary import VocabularyDrafter
 from slipstream.errors import InputError
 from slipstream.models.base import Model
 from slipstream.models.vocabulary import have_same_tokenizer
+
+if TYPE_CHECKING:
+    from slipstream.models.load import Checkpoint
 
 __all__ = [
     "NAMES",
@@ -28,6 +31,7 @@ __all__ = [
     "SuffixDrafter",
     "SuffixStore",
     "VocabularyDrafter",
+    "check_names",
     "is_name",
     "make_drafter",
     "predicting",
@@ -40,6 +44,17 @@ NAMES = ("suffix", "ngram")
 def is_name(draft: Any) -> bool:
     """Whether ``draft`` names a drafter that needs no second model."""
     return isinstance(draft, str) and (draft in NAMES or draft.startswith(PREFIX))
+
+
+def check_names(drafts: Iterable[Any], target: Checkpoint) -> None:
+    """Refuse names among ``drafts`` that do not fit ``target``, before its weights are read.
+
+    Raises:
+        InputError: there is one; as ``make_drafter``.
+    """
+    for draft in drafts:
+        if isinstance(draft, str) and draft.startswith(PREFIX):
+            check_early_exit(draft, target.config, target.name)
 
 
 def make_drafter(draft: Any, target: Model) -> Drafter:

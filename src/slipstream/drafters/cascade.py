@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
-from math import isnan
+from math import isnan, nan
 from typing import Any
 
 import torch
@@ -21,6 +21,8 @@ from slipstream.types import Draft, DraftEnd
 
 #: How sure all but the last must be of a token; see the lab notes.
 MIN_CONFIDENCE = 0.7
+#: What a controller is told of tokens whose drafter does not say how sure it is; it learns how often they stand.
+_UNKNOWN = 0.5
 
 
 class CascadeDrafter:
@@ -69,10 +71,15 @@ class CascadeSession:
         self._refused = False
         self._passed = False
         copying = [getattr(session, "copies", False) for session in self._sessions]
+        self._copier = copying.index(True) if True in copying else None
         self.copies = any(copying)
         """Whether some of the tokens cost nothing."""
+        self.draws = self.copies and not all(copying)
+        """Whether others of them cost passes."""
         self.copying = {name for name, copies in zip(self._names, copying, strict=True) if copies}
-        """Whose they are."""
+        """Whose cost nothing."""
+        self.whole = {name for name, one in zip(self._names, self._sessions, strict=True) if not hasattr(one, "gate")}
+        """Who drafts without asking before each token."""
 
     @property
     def latest(self) -> int | None:
@@ -94,10 +101,10 @@ class CascadeSession:
         return run(self.steps(tokens, drafted, k))
 
     def copied(self, tokens: Sequence[int], k: int, *, sure: bool) -> Draft:
-        """Up to ``k`` tokens of the first drafter, if it copies; with ``sure``, those that a draft would begin with."""
-        if self._names[0] not in self.copying:
+        """Up to ``k`` tokens of the first one that copies; with ``sure``, those that a draft would begin with."""
+        if self._copier is None or (sure and self._copier > 0):
             return Draft()
-        return run(self._ask(0, tokens, (), k, 0, sure=sure))
+        return run(self._ask(self._copier, tokens, (), k, 0, sure=sure))
 
     def steps(self, tokens: Sequence[int], drafted: Sequence[int], k: int) -> Steps:
         """``draft_after``, a pass at a time."""
@@ -110,9 +117,10 @@ class CascadeSession:
             pieces.append(piece)
             made += piece.tokens
             if piece.ended == "controller":
-                if self._refused and not self._passed:
+                if self._refused and not self._passed and self._copier is not None:
                     # No pass is worth its time: what would have been copied less surely costs none.
-                    copied = yield from self._ask(0, tokens, [*drafted, *made], k - len(made), len(made), sure=False)
+                    room, after = k - len(made), [*drafted, *made]
+                    copied = yield from self._ask(self._copier, tokens, after, room, len(made), sure=False)
                     pieces += [copied] if copied.tokens else []
                 break
             # Who stopped by itself is asked again once another one has found the next token.
@@ -156,15 +164,31 @@ class CascadeSession:
         self._unsure = False
         if hasattr(session, "gate"):
             session.gate = self._gate(member, count, sure=sure)
-        most = room if member == 0 or not goes_on else 1
+        most = room if member == 0 or not sure or not goes_on else 1
         if hasattr(session, "steps"):
             draft: Draft = yield from session.steps(tokens, drafted, most)
-        elif goes_on:
-            draft = session.draft_after(tokens, drafted, most)
+        elif hasattr(session, "gate"):
+            draft = session.draft_after(tokens, drafted, most) if goes_on else session.draft(tokens, room)
         else:
-            draft = session.draft(tokens, room)
+            draft = self._whole(member, tokens, drafted, room, count)
         ended: DraftEnd = "confidence" if self._unsure else draft.ended
         return replace(draft, ended=ended, sources=draft.sources or (self._names[member],) * len(draft.tokens))
+
+    def _whole(self, member: int, tokens: Sequence[int], drafted: Sequence[int], room: int, count: int) -> Draft:
+        """What a drafter without a gate adds: asked where a pass would be worth its time, and cut where it copied."""
+        session, gate, name = self._sessions[member], self.gate, self._names[member]
+        if gate is not None:
+            self._refused = not gate(count, nan, name)
+            if self._refused:
+                return Draft(ended="controller")
+            self._passed = True
+        draft: Draft = session.draft_after(tokens, drafted, room) if drafted else session.draft(tokens, room)
+        if gate is None or draft.probs is not None:  # drawn tokens must not be dropped
+            return draft
+        sure = draft.confidence or (_UNKNOWN,) * len(draft.tokens)
+        kept = next((at for at, one in enumerate(sure) if not gate(count + at, one, name)), len(sure))
+        ended: DraftEnd = draft.ended if kept == len(sure) else "controller"
+        return Draft(draft.tokens[:kept], None, ended, draft.sources[:kept], sure[:kept])
 
     def _gate(self, member: int, count: int, *, sure: bool) -> Gate:
         """Demands confidence of all but the last drafter, then asks this session's own gate, ``count`` tokens on."""

@@ -6,13 +6,13 @@ compute, so it goes on from there. How good such a draft is depends on the model
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import nan
 from pathlib import Path
 from typing import Any
 
 from slipstream.drafters.base import Drawn, Gate
-from slipstream.errors import InputError
+from slipstream.errors import InputError, ModelError
 from slipstream.models.base import Cache, Model
 from slipstream.models.exit_head import ExitHead, read_exit_head
 from slipstream.sampling import Sampler
@@ -37,8 +37,7 @@ class EarlyExitDrafter:
         total = getattr(target, "num_layers", None)
         if total is None or not hasattr(target, "exit_early"):
             raise InputError(f"{PREFIX}{layers} needs the lean decoder, and {target.name} runs behind the adapter")
-        if not 1 <= layers < total:
-            raise InputError(f"{PREFIX}{layers} does not fit {target.name}: of its {total} layers use 1 to {total - 1}")
+        _check_layers(layers, total, target.name)
         self.name = f"{PREFIX}{layers}"
         self.layers = layers
         lean: Any = target
@@ -66,34 +65,52 @@ class EarlyExitSession:
 
     def draft(self, tokens: Sequence[int], k: int) -> Draft:
         """Draw up to ``k`` tokens; none while the target's cache lacks more than the last token."""
+        return self.draft_after(tokens, (), k)
+
+    def draft_after(self, tokens: Sequence[int], drafted: Sequence[int], k: int) -> Draft:
+        """The same behind ``drafted`` tokens of other drafters; the first layers read those, too, for the target."""
         target, cache = self._drafter.target, self._cache
         if target.max_positions is not None:
-            k = min(k, target.max_positions - len(tokens))
+            k = min(k, target.max_positions - len(tokens) - len(drafted))
         if cache is None or cache.length != len(tokens) - 1 or k <= 0:
             return Draft()
-        cache.truncate(cache.length)  # nothing of an earlier draft is left
         drawn = Drawn()
-        return drawn.draft(self._draw(tokens, cache, k, drawn))
+        return drawn.draft(self._draw([*tokens, *drafted], len(tokens), k, drawn))
 
-    def _draw(self, tokens: Sequence[int], cache: Cache, k: int, drawn: Drawn) -> DraftEnd:
-        """Add up to ``k`` tokens to ``drawn``; why there are no more."""
+    def _draw(self, context: list[int], committed: int, k: int, drawn: Drawn) -> DraftEnd:
+        """Add up to ``k`` tokens to ``drawn``; why there are no more. The last committed one is read first."""
         target = self._drafter.target
+        unread = self._unread(context[committed - 1 :])
         while len(drawn.tokens) < k:
             if self._stops(len(drawn.tokens), nan):
                 return "controller"
-            context = [*tokens, *drawn.tokens]
-            if context[-1] >= target.embedding_size:
+            if any(token >= target.embedding_size for token in unread):
                 break
-            logits = target.exit_early(context[-1:], cache, self._drafter.layers, head=self._drafter.head)
-            if bool(logits.isnan().any()):
-                break
-            ahead = self._sampler.ahead(logits, context)
+            logits = target.exit_early(unread, self._cache, self._drafter.layers, head=self._drafter.head)
+            try:
+                ahead = self._sampler.ahead(logits, context)
+            except ModelError:  # the request forbids all tokens behind what was drafted, or they are not usable
+                return "vocabulary"
             if self._stops(len(drawn.tokens), ahead.confidence):
                 return "controller"
-            drawn.add(ahead, self._sampler.take(ahead, len(context)))
-            if drawn.tokens[-1] in self._sampler.stop_ids:
+            unread = [self._sampler.take(ahead, len(context))]
+            drawn.add(ahead, unread[0])
+            context += unread
+            if unread[0] in self._sampler.stop_ids:
                 break  # nothing is ever kept after it
         return "limit"
+
+    def _unread(self, new: list[int]) -> list[int]:
+        """What the first layers have not read of ``new``; what they read of an earlier draft is forgotten."""
+        cache: Any = self._cache
+        ahead = cache.ahead
+        if ahead is None:
+            return new
+        read = len(ahead.tokens)
+        if ahead.layers == self._drafter.layers and read < len(new) and list(ahead.tokens) == new[:read]:
+            return new[read:]
+        cache.truncate(cache.length)
+        return new
 
     def _stops(self, drafted: int, confidence: float) -> bool:
         return self.gate is not None and not self.gate(drafted, confidence)
@@ -105,10 +122,32 @@ def early_exit(name: str, target: Model) -> EarlyExitDrafter:
     Raises:
         InputError: what follows the colon is neither a number of layers of ``target`` nor such a folder.
     """
+    return EarlyExitDrafter(target, *_meant(name))
+
+
+def check_early_exit(name: str, config: Mapping[str, Any], target: str) -> None:
+    """What ``early_exit`` refuses, before weights are read, as far as the target's ``config`` tells.
+
+    Raises:
+        InputError: as ``early_exit``.
+    """
+    layers, _ = _meant(name)
+    total = config.get("num_hidden_layers")
+    if isinstance(total, int):
+        _check_layers(layers, total, target)
+
+
+def _meant(name: str) -> tuple[int, ExitHead | None]:
+    """Number of layers, and the head behind them."""
     given = name.removeprefix(PREFIX)
     if given and Path(given).is_dir():
         head = read_exit_head(Path(given))
-        return EarlyExitDrafter(target, head.layers, head)
+        return head.layers, head
     if not given.isdecimal():
         raise InputError(f"the draft {name!r} names no number of layers; write for example {PREFIX}8")
-    return EarlyExitDrafter(target, int(given))
+    return int(given), None
+
+
+def _check_layers(layers: int, total: int, target: str) -> None:
+    if not 1 <= layers < total:
+        raise InputError(f"{PREFIX}{layers} does not fit {target}: of its {total} layers use 1 to {total - 1}")

@@ -200,8 +200,9 @@ def _header(line: bytes, payload: bytes) -> dict[str, Any] | None:
     """The header if it is one and describes ``payload``."""
     try:
         header = json.loads(line)
+        counts = [*header["lengths"], header["max_tokens"]]
         fits = _ID_BYTES * sum(header["lengths"]) == len(payload) and header["crc32"] == crc32(payload)
-        known = isinstance(header["tokenizer"], str | None) and header["max_tokens"] >= 1
+        known = isinstance(header["tokenizer"], str | None) and all(type(n) is int and n >= 1 for n in counts)
     except (ValueError, KeyError, TypeError):
         return None
     return header if fits and known else None

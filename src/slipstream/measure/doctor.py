@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from slipstream.errors import InputError
 from slipstream.measure.engines import Combination, Facts, that_apply
-from slipstream.measure.footprint import Load, Need, as_text, need, peak, step_bytes
+from slipstream.measure.footprint import Load, Need, as_text, experts, need, peak, quantised_bits, step_bytes
 from slipstream.models.describe import Description
 from slipstream.models.vocabulary import measure_sharing, pair_vocabularies
 
@@ -116,7 +116,7 @@ def examine(
         engines = that_apply(_facts(target, draft, vocabulary, setting), list(table))
     needs = {w: _needs(target, draft, setting, w, w) for w in WEIGHTS}
     chosen = _needs(target, draft, setting, setting.weights, setting.draft_weights)
-    findings += _memory(peak(*chosen), setting)
+    findings += _memory(peak(*chosen), setting, draft is not None)
     return Diagnosis(tuple(findings), vocabulary, needs, peak(*chosen), tuple(engines))
 
 
@@ -188,7 +188,8 @@ def _vocabulary(found: Vocabulary) -> Iterator[Finding]:
 
 def _rollback(role: str, model: Description) -> Iterator[Finding]:
     if model.obstacle is not None:
-        yield Finding("blocker", f"{role}'s cache", model.obstacle, "choose another model")
+        what, _, do = model.obstacle.rstrip(".").rpartition("; ")
+        yield Finding("blocker", f"{role}'s cache", what or do, do if what else "choose another model")
     else:
         yield Finding("ok", f"{role}'s cache", "rejected tokens can be taken back")
 
@@ -268,11 +269,14 @@ def _rendered(model: Description) -> tuple[str, list[int]] | None:
 
 
 def _block_size(draft: Description, setting: Setting) -> Iterator[Finding]:
-    sizes = [(name, draft.config[name]) for name in _BLOCK_SIZES if isinstance(draft.config.get(name), int)]
+    stated = [(name, draft.config.get(name)) for name in _BLOCK_SIZES]
+    sizes = [(name, size) for name, size in stated if isinstance(size, int) and size > 0]
     for name, size in sizes:
-        if 0 < size < setting.k:
+        if size < setting.k:
             what = f"-k {setting.k} is more than the draft's {name} of {size}"
             yield Finding("blocker", "k", what, f"use -k {size} or less")
+        else:
+            yield Finding("ok", "k", f"-k {setting.k} is within the draft's {name} of {size}")
     if not sizes:
         yield Finding("ok", "k", f"the draft sets no limit to -k {setting.k}")
 
@@ -280,20 +284,44 @@ def _block_size(draft: Description, setting: Setting) -> Iterator[Finding]:
 def _dtypes(target: Description, draft: Description, setting: Setting) -> Iterator[Finding]:
     topic = "weights"
     for role, model, weights in (("target", target, setting.weights), ("draft", draft, setting.draft_weights)):
-        if weights == "int8" and not (setting.on_cpu and model.ours):
+        if stated := model.config.get("quantization_config"):
+            yield _quantised(role, stated, setting)
+        elif weights == "int8" and not (setting.on_cpu and model.ours):
             what = f"int8 is not available for the {role} {model.name} here"
             yield Finding("blocker", topic, what, "use fp16, bf16 or fp32")
         elif setting.on_cpu and weights == "bf16":
             what = f"bf16 on a CPU makes a pass over several rows of the {role} several times as dear as over one"
             yield Finding("warning", topic, what, "use fp16 or int8")
+    yield from _sizes(target, draft, setting)
+
+
+def _quantised(role: str, stated: Mapping[str, Any], setting: Setting) -> Finding:
+    bits = quantised_bits(stated)
+    method = f"{stated.get('quant_method', 'by a method without a name')}{f', {bits} bits' if bits else ''}"
+    what = f"the {role} is quantised already ({method}) and runs as it is, in transformers' modules"
+    if not setting.on_cpu:
+        return Finding("ok", "weights", what)
+    return Finding(
+        "warning", "weights", what, "most of these need a GPU; on a CPU take the checkpoint it was made from"
+    )
+
+
+def _sizes(target: Description, draft: Description, setting: Setting) -> Iterator[Finding]:
     whole = step_bytes(target, setting.weights, setting.on_cpu)
     share = step_bytes(draft, setting.draft_weights, setting.on_cpu) / whole if whole else 0.0
     how = "predicted from the bytes that a step reads"
     if share > _LARGE_DRAFT:
         what = f"a draft step reads {share:.0%} of the bytes of a target step, so c is about {share:.2f} at best"
-        yield Finding("warning", "size", what, "take a smaller draft, or int8 for it", how)
+        lighter = "" if setting.draft_weights == "int8" or not draft.ours or not setting.on_cpu else ", or int8 for it"
+        do = "the other way round it could gain" if share > 1 else f"take a smaller draft{lighter}"
+        yield Finding("warning", "size", what, do, how)
     elif share:
         yield Finding("ok", "size", f"a draft step reads {share:.0%} of the bytes of a target step", how=how)
+    if (found := experts(target)) is not None:
+        used, there = found
+        most = min(there, used * (setting.k + 1))
+        what = f"a step reads {used} of {there} experts, a verification of {setting.k + 1} rows up to {most}"
+        yield Finding("warning", "experts", what, "expect v(n) to rise with k: a small k, and measure the costs", how)
 
 
 # --- memory and engines -----------------------------------------------------------------------------------------------
@@ -308,8 +336,9 @@ def _needs(
     return ours, need(draft, draft_weights, Load(setting.context, setting.batch, 1, setting.on_cpu))
 
 
-def _memory(predicted: int, setting: Setting) -> Iterator[Finding]:
-    how = f"predicted from shapes; {setting.memory_how}"
+def _memory(predicted: int, setting: Setting, drafting: bool) -> Iterator[Finding]:
+    kinds = f"{setting.weights} and {setting.draft_weights}" if drafting else setting.weights
+    how = f"predicted from shapes, with {kinds} weights; {setting.memory_how}"
     if setting.memory is None:
         what = f"about {as_text(predicted)} are needed; what there is cannot be told here"
         yield Finding("warning", "memory", what, "say it with --memory", how)

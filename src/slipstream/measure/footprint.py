@@ -7,7 +7,9 @@ counted and the rest is an estimate. The program itself (torch and its libraries
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from slipstream.models.base import PREFILL_CHUNK
 from slipstream.models.describe import Description
@@ -15,6 +17,11 @@ from slipstream.models.shapes import Shape
 
 #: Bytes of one number.
 _SIZES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
+#: Bits of methods of quantisation that have one kind only.
+_METHOD_BITS = {"fp8": 8, "mxfp4": 4, "nvfp4": 4, "fp4": 4}
+#: What configurations call the experts that a token is sent to, and those that there are.
+_USED = ("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "moe_topk", "moe_k")
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _PANEL, _GROUP = 16, 256
 #: What can be packed, and the bytes of a number of the float32 source.
 _PACKED = ("fp32", "fp16", "int8")
@@ -73,11 +80,29 @@ def need(model: Description, weights: str, load: Load) -> Need:
 
 
 def step_bytes(model: Description, weights: str, on_cpu: bool) -> int:
-    """What one decode step reads: every weight but an embedding that is not the output layer too."""
+    """What one decode step reads: every weight but an embedding that is not the output layer too.
+
+    Of a mixture's experts it reads those that one token is sent to.
+    """
     held = need(model, weights, Load(1, 1, 1, on_cpu)).weights
-    if not model.ours or _is_tied(model):
-        return held
-    return held - _table_bytes(model, weights)
+    if not model.ours:
+        return int(held * _read_share(model))
+    return held if _is_tied(model) else held - _table_bytes(model, weights)
+
+
+def experts(model: Description) -> tuple[int, int] | None:
+    """How many experts a token is sent to, and how many a layer has; None of a model without a mixture."""
+    used, there = (next((int(n) for name in names if (n := model.number(name))), 0) for names in (_USED, _EXPERTS))
+    return (used, there) if 0 < used < there else None
+
+
+def _read_share(model: Description) -> float:
+    """Share of a mixture's numbers that one token is multiplied with; 1 of other models."""
+    found = experts(model)
+    if found is None or not model.parameters:
+        return 1.0
+    in_experts = sum(math.prod(shape) for name, shape in model.shapes.items() if ".experts." in name)
+    return 1 - in_experts / model.parameters * (1 - found[0] / found[1])
 
 
 def peak(target: Need, draft: Need | None) -> int:
@@ -92,6 +117,8 @@ def peak(target: Need, draft: Need | None) -> int:
 def cache_bytes(model: Description, context: int, size: int) -> int:
     """Keys and values of one sequence of ``context`` tokens, ``size`` bytes a number."""
     heads = model.number("num_attention_heads", 1)
+    if latent := model.number("kv_lora_rank"):  # one latent row for all heads, and the rotary part beside it
+        return int(model.number("num_hidden_layers") * (latent + model.number("qk_rope_head_dim")) * context * size)
     kv_heads = model.number("num_key_value_heads") or heads
     head = model.number("head_dim") or model.number("hidden_size") // heads
     return int(2 * model.number("num_hidden_layers") * kv_heads * head * context * size)
@@ -172,9 +199,46 @@ def _packing(shape: Shape, weights: str) -> int:
 
 
 def _dense_bytes(model: Description, weights: str) -> int:
-    if model.config.get("quantization_config") and model.weights_bytes:
-        return model.weights_bytes
-    return int(model.parameters * _SIZES.get(weights, 1))
+    stated = model.config.get("quantization_config")
+    if not stated:
+        return int(model.parameters * _SIZES.get(weights, 1))
+    return model.weights_bytes or _quantised_bytes(model, stated)
+
+
+def _quantised_bytes(model: Description, stated: Mapping[str, Any]) -> int:
+    """A quantised checkpoint without its files: matrices of layers at so many bits, the rest in two bytes.
+
+    Groups have a scale of two bytes and an offset; methods that say nothing of their bits count as eight.
+    """
+    bits, group = quantised_bits(stated) or 8, int(_stated(stated, "group_size", "q_group_size") or 0)
+    each = bits / 8 + ((2 + bits / 8) / group if group > 0 else 0)
+    in_layers = sum(math.prod(s) for n, s in model.shapes.items() if len(s) > 1 and ".layers." in n)
+    return int(in_layers * each + (model.parameters - in_layers) * 2)
+
+
+def quantised_bits(stated: Mapping[str, Any]) -> int | None:
+    """Bits of a number of a quantised layer, as a ``quantization_config`` states them in its method's way; None if not.
+
+    >>> quantised_bits({"quant_method": "awq", "bits": 4}), quantised_bits({"quant_method": "fp8"})
+    (4, 8)
+    """
+    if bits := _stated(stated, "bits", "w_bit", "nbits", "num_bits"):
+        return int(bits)
+    if stated.get("load_in_4bit") or stated.get("load_in_8bit"):
+        return 4 if stated.get("load_in_4bit") else 8
+    return next((bits for name, bits in _METHOD_BITS.items() if name in str(stated.get("quant_method", ""))), None)
+
+
+def _stated(stated: Mapping[str, Any], *names: str) -> float | None:
+    """The first positive number under one of these names, in parts of the configuration too."""
+    for name, value in stated.items():
+        if isinstance(value, Mapping):
+            value = _stated(value, *names)
+        elif name not in names:
+            continue
+        if isinstance(value, int | float) and value > 0:
+            return value
+    return None
 
 
 def _dense_peak(model: Description, weights: str, held: int) -> int:

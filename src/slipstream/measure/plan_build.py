@@ -177,7 +177,9 @@ def _lacks(name: str, wish: Wish) -> str | None:
 
 
 def estimate(interval: Interval, how: str) -> p.Estimate:
-    """An interval with where it comes from."""
+    """An interval with where it comes from; one without width, as of a single prompt, tells nothing and is left out."""
+    if interval.low == interval.high:
+        return p.Estimate(interval.value, how)
     return p.Estimate(interval.value, how, interval.low, interval.high)
 
 
@@ -242,7 +244,7 @@ def make_plan(subject: Subject, found: Gathered, wish: Wish, about: Mapping[str,
         target=_target(subject, wish),
         drafts=tuple(_draft(name, wish, found, subject) for name in subject.drafters),
         asked=_asked(subject, found, wish),
-        verdict=verdict(decision),
+        verdict=verdict(decision, wish.limits.batch),
         candidates=tuple(
             _candidate(o.draft, b, one) for o in listed for b, some in o.by_batch.items() for one in some.values()
         ),
@@ -307,14 +309,14 @@ def _asked(subject: Subject, found: Gathered, wish: Wish) -> p.Asked:
     )
 
 
-def verdict(decision: Decision) -> p.Verdict:
+def verdict(decision: Decision, batch: int = 1) -> p.Verdict:
     """The decision as it is written down."""
     best, option = decision.prediction, decision.option
-    how = SPEED
-    gain = p.Estimate(decision.margin, how, decision.margin_low, decision.margin_high)
+    how = SPEED if batch == 1 else _BATCH
+    gain = estimate(Interval(decision.margin, decision.margin_low, decision.margin_high), how)
     speed = p.Estimate(1.0, "predicted from plain decoding")
     if decision.speculate and best is not None:
-        speed = p.Estimate(1 + decision.margin, how, 1 + decision.margin_low, 1 + decision.margin_high)
+        speed = estimate(Interval(1 + decision.margin, 1 + decision.margin_low, 1 + decision.margin_high), how)
     limit = decision.break_even
     advice = tuple(
         p.Advice(kind, what, None if up is None else p.Estimate(up, "predicted from costs and an assumed acceptance"))
@@ -368,10 +370,13 @@ def load(decision: Decision, wish: Wish) -> p.Load | None:
 
 
 def validation(made: Made, subject: Subject, found: Gathered, points: Sequence[Point]) -> p.Validation | None:
-    """Predicted and measured, over the prompts that were run."""
-    option, best = made.decision.option, made.decision.prediction
+    """Predicted and measured, over the prompts that were run; of a batch over all of them."""
+    option, best, batch = made.decision.option, made.decision.prediction, made.plan.asked.batch
     if option is None or best is None or not points:
         return None
+    if batch > 1:
+        whole = checked("all", best.speed_up, points, batch)
+        return p.Validation(option.draft, best.k, whole, abs(whole.error) <= WITHIN)
     at = costs_at(found, subject.drafters[option.draft])
     ran = {point.prompt for point in points}
     some = [case for case in option.cases if case.id in ran]
@@ -400,11 +405,21 @@ def contradiction(plan: p.Plan) -> list[str]:
     return [said]
 
 
-def checked(category: str, predicted: Interval, points: Sequence[Point]) -> p.Checked:
-    """One prediction beside its measurement."""
+def checked(category: str, predicted: Interval, points: Sequence[Point], batch: int = 1) -> p.Checked:
+    """One prediction beside its measurement; of a batch there is a point a turn."""
     some = collapsed(points)
     measured = bootstrap_ratio([one.plain for one in some], [one.fast for one in some])
-    how = f"measured here: {len(points)} answers to {len(some)} prompts, one at a time, plain and speculative in turn"
+    if batch > 1:
+        how = f"measured here: {_count(len(points), 'turn')} of {batch} requests at a time"
+    else:
+        how = f"measured here: {_count(len(points), 'answer')} to {_count(len(some), 'prompt')}, one at a time"
     return p.Checked(
-        category, estimate(predicted, SPEED), estimate(measured, how), predicted.value / measured.value - 1
+        category,
+        estimate(predicted, SPEED if batch == 1 else _BATCH),
+        estimate(measured, f"{how}, plain and speculative in turn"),
+        predicted.value / measured.value - 1,
     )
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"

@@ -79,7 +79,7 @@ def _speed_up(plan: Plan, name: Name) -> Any:
     if checked is not None:
         axes.plot(
             checked.k, checked.overall.measured.value, marker="*", markersize=13, color="black", linestyle="none",
-            label="measured" if plan.asked.batch == 1 else "measured, one at a time",
+            label="measured",
         )  # fmt: skip
     axes.legend(frameon=False)
     return figure
@@ -101,7 +101,7 @@ def _time(plan: Plan, name: Name) -> Any:
         )
         left = [a + b for a, b in zip(left, seconds, strict=True)]
     axes.invert_yaxis()
-    axes.legend(frameon=False)
+    figure.legend(loc="outside lower center", ncols=len(values), frameon=False)  # beside the bars, never on them
     return figure
 
 
@@ -135,11 +135,12 @@ def _load(plan: Plan) -> Any:
     for (label, curve), colour in zip(curves.items(), _COLOURS, strict=False):
         rates = [curve.most * i / 200 for i in range(190)]
         axes.plot(rates, [curve.latency(r) for r in rates], color=colour, label=label)
-    axes.set_xlim(0, most)
+    asked = plan.asked.requests_per_second
+    axes.set_xlim(0, most if asked is None else max(most, 1.05 * asked.value))
     axes.set_ylim(0, 6 * max(c.idle_seconds for c in curves.values()))
     if (crossing := plan.load.crossing_rate) is not None and crossing.value > 0:
         axes.axvline(crossing.value, color="black", linestyle="--", linewidth=1, label=f"equal at {crossing.value:.3g}")
-    if (asked := plan.asked.requests_per_second) is not None:
+    if asked is not None:
         axes.axvline(asked.value, color="#999999", linewidth=1, label=f"asked for: {asked.value:g}")
     axes.legend(frameon=False)
     return figure
@@ -154,6 +155,7 @@ def _batches(plan: Plan, name: Name) -> Any:
     for b in plan.batches:
         axes.annotate(str(b.k), (b.batch, b.speed_up.value), textcoords="offset points", xytext=(4, 6))
     axes.axhline(1, color="black", linewidth=1)
+    axes.margins(y=0.15)
     axes.set_xscale("log", base=2)
     axes.set_xticks(sizes, [str(s) for s in sizes])
     return figure

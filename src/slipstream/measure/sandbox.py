@@ -1,8 +1,9 @@
 """Runs a program that nobody has read: in a process of its own, with limits, in an empty folder, without a network.
 
-Limits bound processor time, memory, files and processes; the network is taken away by a namespace of its own where the
-system lets an ordinary user make one, and by removing sockets from Python everywhere. That keeps accidents in. It is no
-wall against a program that was written to break out.
+Limits bound processor time, memory, files and processes. Network and other processes are taken away by namespaces where
+the system lets an ordinary user make them; everywhere a hook in Python refuses sockets, new processes, signals to
+others, and changes of files outside the folder. That keeps accidents in. It is no wall against a program that was
+written to break out.
 """
 
 from __future__ import annotations
@@ -38,14 +39,25 @@ try:
                 pass
 except ImportError:
     pass
-import socket
-def closed(*args, **kwargs):
-    raise OSError("there is no network here")
-socket.socket = socket.create_connection = socket.getaddrinfo = closed
 import io, os
 out, sys.stdout, sys.stderr, sys.stdin = os.dup(1), io.StringIO(), io.StringIO(), io.StringIO()
 os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-exec(compile(program, "<program>", "exec"), {"__name__": "__program__"})
+sys.dont_write_bytecode = True
+folder, code = os.path.realpath(os.getcwd()), compile(program, "<program>", "exec")
+refused = ("socket.", "subprocess.", "os.fork", "os.posix_spawn", "os.spawn", "os.system", "os.exec", "os.kill", "pty.")
+changes = ("remove", "rename", "rmdir", "mkdir", "truncate", "chmod", "chown", "link", "symlink", "utime", "setxattr")
+changes = {"os." + name for name in changes} | {"shutil.rmtree"}
+writing = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+def watch(event, args, inside=os.path.realpath, null=os.devnull, sep=os.sep):
+    if event.startswith(refused):
+        raise PermissionError("there is no network here, and there are no other processes")
+    if event in changes or event == "open" and isinstance(args[2], int) and args[2] & writing:
+        for path in args[: 1 if event == "open" else 2]:
+            if isinstance(path, (str, bytes)) and os.fsdecode(path) != null:
+                if not (inside(os.fsdecode(path)) + sep).startswith(folder + sep):
+                    raise PermissionError("files outside the folder cannot be changed")
+sys.addaudithook(watch)
+exec(code, {"__name__": "__program__"})
 os.write(out, word.encode())
 """
 
@@ -94,11 +106,11 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
 
 @cache
 def _apart() -> tuple[str, ...]:
-    """The words that take the network away, if this system lets us."""
+    """The words that take network and other processes away, if this system lets us; what is started ends with it."""
     tool = shutil.which("unshare")
     if tool is None:
         return ()
-    words = (tool, "--user", "--map-root-user", "--net")
+    words = (tool, "--user", "--map-root-user", "--net", "--pid", "--fork", "--kill-child")
     tried = subprocess.run([*words, sys.executable, "-c", ""], capture_output=True, check=False)
     return words if tried.returncode == 0 else ()
 

@@ -148,6 +148,7 @@ def _of_folder(path: Path, name: str) -> Description:
 
     folder = _Folder(path, name)
     stated, settings = folder.stated()
+    _check_sizes(path, settings.get_text_config(decoder=True))
     config = settings.to_dict()
     ours = unsupported(config) is None
     files = [file for file in _weight_files(path) if file.is_file()]
@@ -166,6 +167,16 @@ def _of_folder(path: Path, name: str) -> Description:
         ours=ours,
         floats_in_place=_holds_floats(files, config),
     )
+
+
+def _check_sizes(path: Path, settings: Any) -> None:
+    """Refuse what no model has, before anything is added up from it."""
+    for name in ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size"):
+        size = getattr(settings, name, None)
+        if isinstance(size, int) and size < 1:
+            raise InputError(
+                f"{path / 'config.json'} has {name} {size}, which no model has: repair or download it again"
+            )
 
 
 def _holds_floats(files: list[Path], config: Mapping[str, Any]) -> bool:
