@@ -42,10 +42,14 @@ def main() -> int:
     parser.add_argument("--bin", type=Path, required=True)
     parser.add_argument("--target", help="path of the target for the engine (default: the model's folder)")
     parser.add_argument("--draft", help="path of the draft for the engine")
+    parser.add_argument("-k", type=int, default=3, help="draft tokens where the plan decodes plainly (default: 3)")
+    parser.add_argument("--weights", default="fp32", help="of the target, and of a draft model (default: fp32)")
     parser.add_argument("--prompts", default=None)
     parser.add_argument("--limit", default="8")
     parser.add_argument("--max-new-tokens", default="96")
     parser.add_argument("--audit-minutes", default="5")
+    parser.add_argument("--engine-args", default="", help="more for the engine here, as --engine-args=--enforce-eager")
+    parser.add_argument("--audit-skip", default="", help="parameters that the audit leaves out")
     parser.add_argument("--points", type=float, default=0.05)
     parser.add_argument("--start-seconds", type=float, default=900)
     parser.add_argument("--port", type=int, default=8123)
@@ -65,18 +69,17 @@ def main() -> int:
 
 
 def planned(args: argparse.Namespace) -> Plan:
-    """The plan; where it says that nothing pays on this machine, its best draft all the same: the export is on
-    trial.
-    """
+    """The plan; where it says that nothing pays on this machine, a draft all the same: the export is on trial."""
     path = args.out / "plan.json"
     if not path.exists():
-        call("plan", args.model, "--drafts", args.drafts, *asked(args), "--out", str(path), "--no-check")
+        call("plan", args.model, "--drafts", args.drafts, *asked(args), *kinds(args), "--out", str(path), "--no-check")
     plan = load(str(path))
     if plan.verdict.action == "plain":
-        best = max((c for c in plan.candidates if c.k > 0), key=lambda c: c.speed_up.value)
+        possible = [c for c in plan.candidates if c.batch == plan.asked.batch and c.k == args.k]
+        best = max(possible, key=lambda c: c.speed_up.value)
         print(f"the plan decodes plainly; taking {best.draft} at k = {best.k} all the same", flush=True)
         verdict = replace(plan.verdict, action="speculate", draft=best.draft, k=best.k, acceptance=best.acceptance)
-        plan = replace(plan, verdict=verdict)
+        plan = replace(plan, verdict=verdict, batches=())
         save(plan, str(path))
     return plan
 
@@ -96,17 +99,22 @@ def exported(args: argparse.Namespace) -> Path:
 @contextmanager
 def running(args: argparse.Namespace, folder: Path) -> Iterator[None]:
     """The engine, started by the exported script."""
-    environment = os.environ | {"PATH": f"{args.bin}:{os.environ['PATH']}", "VLLM_CPU_KVCACHE_SPACE": "2"}
+    environment = os.environ | {"PATH": f"{args.bin}:{os.environ['PATH']}", "VLLM_CPU_KVCACHE_SPACE": "1"}
     environment |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    environment |= {"VLLM_CPU_OMP_THREADS_BIND": f"0-{(os.cpu_count() or 1) - 1}"}
     environment.pop("PYTHONPATH", None)
+    script = folder / "launch-here.sh"
+    exported = (folder / "launch.sh").read_text(encoding="utf-8")
+    more = f'set -- "$@" {args.engine_args}\n\nexec '
+    script.write_text(exported.replace("\nexec ", f"\n{more}"), encoding="utf-8")
     with (args.out / "engine.log").open("wb") as log:
-        process = subprocess.Popen(["sh", str(folder / "launch.sh")], env=environment, stdout=log, stderr=log)
+        process = subprocess.Popen(["sh", str(script)], env=environment, stdout=log, stderr=log)
         try:
             wait(process, args)
             yield
         finally:
             process.terminate()
-            process.wait(60)
+            process.wait(300)
 
 
 def wait(process: subprocess.Popen[bytes], args: argparse.Namespace) -> None:
@@ -125,38 +133,18 @@ def wait(process: subprocess.Popen[bytes], args: argparse.Namespace) -> None:
 
 def measured(args: argparse.Namespace, plan: Plan) -> dict[str, Any]:
     address, state = f"http://127.0.0.1:{args.port}", str(args.out / "monitor.sqlite")
-    watch = (
-        "monitor",
-        "--url",
-        address,
-        "--plan",
-        str(args.out / "export" / "plan.json"),
-        "--once",
-        "--json",
-        "--state",
-        state,
-    )
+    known = str(args.out / "export" / "plan.json")
+    watch = ("monitor", "--url", address, "--plan", known, "--once", "--json", "--state", state)
     call(*watch, allowed=(0, 1, 3))
     bench = args.out / "bench.json"
     call(
         *("bench", args.model, "--draft", str(plan.verdict.draft), "-k", str(plan.verdict.k), *asked(args)),
+        *kinds(args),
         *("--peer", f"{address}#{args.engine}", "-r", "1", "--out", str(bench)),
     )
     seen = json.loads(call(*watch, allowed=(0, 1, 3)).strip().splitlines()[-1])
-    call(
-        *(
-            "audit",
-            args.model,
-            "--url",
-            address,
-            "--minutes",
-            args.audit_minutes,
-            "--html",
-            str(args.out / "audit.html"),
-        ),
-        allowed=(0, 1, 3),
-    )
-    verdict = LAST["code"]
+    audit = json.loads(call(*audited(args, address), allowed=(0, 1, 3)).strip().splitlines()[-1])
+    (args.out / "audit.json").write_text(json.dumps(audit, indent=1) + "\n", encoding="utf-8")
     own, theirs = acceptance(bench), engine_acceptance(seen)
     return {
         "answered": bool(theirs["emitted"]),
@@ -165,8 +153,19 @@ def measured(args: argparse.Namespace, plan: Plan) -> dict[str, Any]:
         "gap": None if own is None or theirs["acceptance"] is None else theirs["acceptance"] - own,
         "engine_length": theirs["length"],
         "alarms": [alarm["kind"] for alarm in seen["alarms"]],
-        "audit": {0: "exact within power", 1: "a fault was found", 3: "not decided"}.get(verdict, str(verdict)),
+        "audit": audit["verdict"],
+        "audit_answers": audit["answers"],
+        "audit_faults": sorted({f["name"] for f in audit["findings"] if f["result"] == "fault"}),
+        "controls_as_they_must": all(c["as_it_must"] for c in audit["controls"]),
     }
+
+
+def audited(args: argparse.Namespace, address: str) -> Sequence[str]:
+    page = str(args.out / "audit.html")
+    return (
+        *("audit", args.model, "--url", address, "--weights", args.weights, "--tolerance", "0.01", "--json"),
+        *("--minutes", args.audit_minutes, "--skip", args.audit_skip, "--html", page),
+    )
 
 
 def acceptance(bench: Path) -> float | None:
@@ -193,14 +192,14 @@ def asked(args: argparse.Namespace) -> Sequence[str]:
     return [*prompts, "--limit", args.limit, "-n", args.max_new_tokens]
 
 
-LAST = {"code": 0}
+def kinds(args: argparse.Namespace) -> Sequence[str]:
+    return ("--weights", args.weights, "--draft-weights", args.weights)
 
 
 def call(*words: str, allowed: Sequence[int] = (0,)) -> str:
     """Run a slipstream command; its stdout."""
     print(f"$ slipstream {' '.join(words)}", flush=True)
     done = subprocess.run([*SLIPSTREAM, *words], stdout=subprocess.PIPE, text=True)
-    LAST["code"] = done.returncode
     if done.returncode not in allowed:
         raise SystemExit(f"slipstream {words[0]} ended with {done.returncode}")
     print(done.stdout[-4000:], flush=True)

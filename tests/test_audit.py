@@ -8,7 +8,7 @@ import random
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
-from threading import Thread
+from threading import Barrier, Thread
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,8 @@ import pytest
 import torch
 
 from slipstream import InputError, SamplingParams, SpeculativeDecoding
-from slipstream.audit.engines import CallableEngine, EndpointEngine, SlipstreamEngine, TransformersEngine
+from slipstream.audit.endpoint import EndpointEngine
+from slipstream.audit.engines import CallableEngine, SlipstreamEngine, TransformersEngine
 from slipstream.audit.evidence import ChainBet, PairBet, RankBet, Wealth, detectable, holm, samples_for
 from slipstream.audit.law import LawTable, ModelScorer, cells, distribution, processed
 from slipstream.audit.laws import LawCheck, LawPlan, Pool
@@ -369,26 +370,63 @@ class Handler(BaseHTTPRequestHandler):
     """The toy target behind OpenAI's interface; the server's ``ids`` says whether it returns token ids."""
 
     def do_GET(self) -> None:
-        self.reply({"data": [{"id": "toy"}]})
+        server: Any = self.server
+        self.reply({"data": [{"id": "toy", "owned_by": "llamacpp" if server.llama else "somebody"}]})
 
     def do_POST(self) -> None:
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         server: Any = self.server
-        if server.strict and "return_tokens" in asked:
+        if server.strict and "return_token_ids" in asked:
             self.send_error(400)
             return
+        if server.dead:
+            self.send_error(503)
+            return
         server.asked.append(asked)
+        for name, code in server.failing.items():
+            if asked.get(name, SamplingParams.__dataclass_fields__[name].default) not in (0, 1.0, None):
+                server.dead = server.mortal
+                self.send_error(code)
+                return
+        if server.llama:
+            self.reply(self.as_llama_cpp(asked))
+            return
         names = {"min_tokens": "min_new_tokens", "max_tokens": "max_new_tokens"}
         known = SamplingParams.__dataclass_fields__
         given = {names.get(k, k): v for k, v in asked.items() if names.get(k, k) in known}
         given["logit_bias"] = {int(k): v for k, v in given.get("logit_bias", {}).items()}
-        (output,) = server.decoding.complete(tuple(asked["prompt"]), SamplingParams(**given))
+        outputs = server.decoding.complete(tuple(asked["prompt"]), SamplingParams(**given))
+        choices = [self.choice(output) for output in outputs]
+        self.reply({"choices": choices, "usage": {"completion_tokens": len(choices[0].get("token_ids", ()))}})
+
+    def choice(self, output: Any) -> dict[str, Any]:
+        server: Any = self.server
         kept = [t for t in output.tokens if t != 11]
         choice: dict[str, Any] = {"text": output.text, "finish_reason": output.finish_reason}
         choice["logprobs"] = {"token_logprobs": [p.logprob for p in output.logprobs or ()]}
         if server.ids:
             choice["token_ids"] = kept
-        self.reply({"choices": [choice], "usage": {"completion_tokens": len(kept)}})
+        return choice
+
+    def as_llama_cpp(self, asked: Any) -> dict[str, Any]:
+        server: Any = self.server
+        assert self.path == "/completion"
+        names = {"n_predict": "max_new_tokens", "repeat_penalty": "repetition_penalty"}
+        given = {names.get(k, k): v for k, v in asked.items()}
+        given = {k: v for k, v in given.items() if k in SamplingParams.__dataclass_fields__}
+        given["logprobs"] = asked["n_probs"] or None
+        given["logit_bias"] = dict(asked["logit_bias"])
+        (output,) = server.decoding.complete(tuple(asked["prompt"]), SamplingParams(**given))
+        kept = [t for t in output.tokens if t != 11]
+        stop = "limit" if output.finish_reason == "length" else "eos"
+        told = [{"id": t, "logprob": p.logprob} for t, p in zip(kept, output.logprobs or (), strict=False) if t != 7]
+        return {
+            "content": output.text,
+            "tokens": kept,
+            "stop_type": stop,
+            "tokens_predicted": len(kept),
+            "completion_probabilities": told if asked["n_probs"] else [],
+        }
 
     def reply(self, body: Any) -> None:
         data = json.dumps(body).encode()
@@ -405,6 +443,7 @@ class Handler(BaseHTTPRequestHandler):
 def server() -> Any:
     made: Any = HTTPServer(("127.0.0.1", 0), Handler)
     made.decoding, made.ids, made.strict, made.asked = SpeculativeDecoding(TARGET, DRAFT), True, False, []
+    made.llama, made.failing, made.mortal, made.dead = False, {}, False, False
     thread = Thread(target=made.serve_forever, daemon=True)
     thread.start()
     yield made
@@ -420,9 +459,10 @@ def test_an_endpoint_that_returns_token_ids(server: Any) -> None:
     for seed in range(5):
         (heard,), (wanted,) = engine.complete([PROMPT], params, [seed]), own.complete([PROMPT], params, [seed])
         assert (heard.tokens, heard.text, heard.finish_reason) == (wanted.tokens, wanted.text, wanted.finish_reason)
-    assert server.asked[0]["min_tokens"] == 2
-    assert server.asked[0]["logit_bias"] == {"11": 4.0}
-    assert "top_p" not in server.asked[0]
+    assert server.asked[-1]["min_tokens"] == 2
+    assert server.asked[-1]["logit_bias"] == {"11": 4.0}
+    # A server may have other defaults, so filters that are off are said to be off.
+    assert (server.asked[-1]["top_p"], server.asked[-1]["min_p"]) == (1.0, 0.0)
 
 
 def test_an_endpoint_that_refuses_further_wishes_is_asked_without(server: Any) -> None:
@@ -448,6 +488,65 @@ def test_texts_beside_a_reference(server: Any, right: bool) -> None:
     assert (
         {f.result for f in audit.findings()} == {"pass"} if right else {"fault"} <= {f.result for f in audit.findings()}
     )
+
+
+def test_llama_cpp_is_asked_in_its_own_words(server: Any) -> None:
+    """Its own defaults (40 tokens, top_p 0.95, min_p 0.05, filters before the temperature) would be another law."""
+    server.llama = True
+    engine = EndpointEngine(f"http://127.0.0.1:{server.server_port}", TARGET.eos_token_ids)
+    params = SamplingParams(temperature=0.9, repetition_penalty=1.4, logit_bias={11: 4.0}, max_new_tokens=8)
+    own = SlipstreamEngine(server.decoding)
+    for seed in range(5):
+        (heard,), (wanted,) = engine.complete([PROMPT], params, [seed]), own.complete([PROMPT], params, [seed])
+        assert (heard.tokens, heard.text, heard.finish_reason) == (wanted.tokens, wanted.text, wanted.finish_reason)
+    sent = server.asked[-1]
+    assert (sent["top_k"], sent["top_p"], sent["min_p"]) == (0, 1.0, 0.0)
+    assert sent["samplers"].index("temperature") < sent["samplers"].index("top_k")
+    assert not engine.honours & {"frequency_penalty", "min_new_tokens"}
+    # It leaves out some tokens' log-probabilities: the others must not be taken for theirs.
+    asked = SamplingParams(temperature=1.0, max_new_tokens=30, logprobs=1)
+    heard, wanted = (e.complete([PROMPT], asked, [1])[0] for e in (engine, own))
+    assert heard.tokens is not None
+    assert heard.logprobs is not None
+    assert wanted.logprobs is not None
+    assert 7 in heard.tokens
+    for token, said, right in zip(heard.tokens, heard.logprobs, wanted.logprobs, strict=True):
+        assert math.isnan(said) if token in (7, 11) else said == pytest.approx(right)
+    (found,) = [f for f in single_findings(engine, TARGET, COARSE) if f.name == "logprobs"]
+    assert found.result == "pass"
+
+
+def test_what_a_server_refuses_aloud_is_not_tested_and_what_it_breaks_at_is_a_fault(
+    server: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """vLLM refuses min_p with drafts (400), and died of top_k (500)."""
+    server.ids, server.failing = True, {"min_p": 400}
+    words = ("toy", "--url", f"http://127.0.0.1:{server.server_port}", "--tv", "0.4", "--minutes", "0.0001", "--json")
+    run_command(monkeypatch, *words)
+    found = {f["name"]: f for f in json.loads(capsys.readouterr().out)["findings"]}
+    assert found["min_p"]["result"] == "skipped"
+    assert "HTTP 400" in found["min_p"]["detail"]
+    assert "answers" not in found
+    server.failing, server.mortal = {"repetition_penalty": 500}, True
+    assert run_command(monkeypatch, *words) == 1
+    told = capsys.readouterr().out
+    assert "HTTP 500" in "".join(f["detail"] for f in json.loads(told)["findings"] if f["result"] == "fault")
+    server.dead = server.mortal = False
+    engine = EndpointEngine(f"http://127.0.0.1:{server.server_port}", TARGET.eos_token_ids)
+    findings = single_findings(engine, TARGET, COARSE)
+    assert findings[-1].name == "answers"
+    assert "HTTP 500" in findings[-1].detail
+    assert verdict(findings, []) == "fault found"
+
+
+def test_an_endpoint_is_asked_several_things_at_a_time(server: Any) -> None:
+    """Else no batch would ever be tested."""
+    engine = EndpointEngine(f"http://127.0.0.1:{server.server_port}", TARGET.eos_token_ids)
+    together = Barrier(3, timeout=60)
+    ask = engine._post
+    engine._post = lambda body: (together.wait(), ask(body))[1]  # type: ignore[method-assign]
+    answers = engine.complete([PROMPT] * 3, SamplingParams(max_new_tokens=2), [0, 1, 2])
+    assert len({a.tokens for a in answers}) == 1
 
 
 def test_no_server() -> None:
@@ -552,7 +651,22 @@ def test_the_command_finds_a_fault(
     (tmp_path / "stuck.py").write_text("def complete(prompt, params, seed):\n    return [0]\n", encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     assert run_command(monkeypatch, "toy", "--callable", "stuck:complete") == 1
-    assert "fault found" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "fault found" in told
+    assert "look first at weights" in told
+
+
+def test_a_callable_that_fails_is_a_finding(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """OpenVINO GenAI's pipeline raised an error of its own on sampled requests only; that was a traceback."""
+    (tmp_path / "frail.py").write_text(
+        "def complete(prompt, params, seed):\n    return [0] * params['max_new_tokens'] if seed == 0 else 1 / 0\n",
+        encoding="utf-8",
+    )
+    monkeypatch.chdir(tmp_path)
+    assert run_command(monkeypatch, "toy", "--callable", "frail:complete") == 1
+    assert "the engine failed: ZeroDivisionError" in capsys.readouterr().out
 
 
 def test_the_command_without_time_does_not_decide(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -88,6 +88,10 @@ def test_vllm_learned_things_version_by_version(plan: Plan) -> None:
     drawn = _with(plan, MODEL, sampling=Sampling(temperature=0.7))
     new = _speculative(vllm.export(drawn, Target(version="0.32.0")))
     assert (new["rejection_sample_method"], new["draft_sample_method"]) == ("block", "probabilistic")
+    assert any("runner V2" in note for note in vllm.export(drawn, Target(version="0.32.0")).notes)
+    by_token = vllm.export(_with(drawn, MODEL, rule="token"), Target(version="0.32.0"))
+    assert _speculative(by_token)["rejection_sample_method"] == "standard"
+    assert not any("runner V2" in note for note in by_token.notes)
     middle = vllm.export(drawn, Target(version="v0.25.1"))
     assert "rejection_sample_method" not in _speculative(middle)
     assert any("0.32" in note for note in middle.notes)

@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import importlib
-import json
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
-from http.client import HTTPException
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.error import HTTPError
-from urllib.parse import parse_qs, urlsplit, urlunsplit
-from urllib.request import ProxyHandler, Request, build_opener
 
 import torch
 
-from slipstream.audit.types import Answer, Counters, Prompt
-from slipstream.errors import InputError, SlipstreamError
+from slipstream.audit.types import EVERY_PARAMETER, Answer, Counters, EngineError, Prompt
+from slipstream.errors import InputError
 from slipstream.types import SamplingParams
 
 if TYPE_CHECKING:
@@ -27,20 +22,17 @@ if TYPE_CHECKING:
 
     from slipstream.speculative import SpeculativeDecoding
 
-_EVERY = frozenset(f.name for f in fields(SamplingParams)) - {"logits_processors", "no_repeat_ngram_size", "share"}
-_LOCAL = ("localhost", "127.0.0.1", "::1")
-
 
 class SlipstreamEngine:
     """Slipstream in this process, with any drafter, rule and k."""
 
-    honours = _EVERY
+    honours = EVERY_PARAMETER
 
     def __init__(self, decoding: SpeculativeDecoding, name: str = "slipstream") -> None:
         self.name = name
         self._decoding = decoding
         if decoding.tokenizer is None:
-            self.honours = _EVERY - {"stop"}
+            self.honours = EVERY_PARAMETER - {"stop"}
 
     def complete(self, prompts: Sequence[Prompt], params: SamplingParams, seeds: Sequence[int]) -> list[Answer]:
         """As ``Engine`` has it."""
@@ -73,6 +65,7 @@ class TransformersEngine:
         k: draft tokens of the assistant, held constant.
         eos: ids that end an answer.
         tokenizer: for texts; None does without.
+        call: further arguments of ``generate``.
         extra: further fields of the generation config.
     """
 
@@ -88,6 +81,7 @@ class TransformersEngine:
         k: int = 4,
         eos: Sequence[int] = (),
         tokenizer: Any = None,
+        call: Mapping[str, Any] | None = None,
         **extra: Any,
     ) -> None:
         import transformers
@@ -98,11 +92,11 @@ class TransformersEngine:
         self._model, self._assistant, self._k, self._tokenizer = model, assistant, k, tokenizer
         self._eos = tuple(eos)
         self._fields = extra
-        self._call: dict[str, Any] = {}
+        self._call = dict(call or {})
         if assistant is not None:
-            self._call = {"assistant_model": assistant}
+            self._call["assistant_model"] = assistant
         elif lookup:
-            self._call = {"prompt_lookup_num_tokens": lookup}
+            self._call["prompt_lookup_num_tokens"] = lookup
 
     def complete(self, prompts: Sequence[Prompt], params: SamplingParams, seeds: Sequence[int]) -> list[Answer]:
         """As ``Engine`` has it; one call of ``generate`` each, since assisted generation takes one prompt."""
@@ -186,7 +180,10 @@ class CallableEngine:
         answers = []
         for prompt, seed in zip(prompts, seeds, strict=True):
             for index in range(params.n):
-                tokens = self._function(list(prompt), dict(given), seed + 1_000_003 * index)
+                try:
+                    tokens = self._function(list(prompt), dict(given), seed + 1_000_003 * index)
+                except Exception as error:
+                    raise EngineError(f"{type(error).__name__}: {error}, asked for {given}") from error
                 answers.append(Answer(tuple(int(t) for t in tokens)))
         return answers
 
@@ -204,116 +201,3 @@ def _imported(name: str) -> Callable[..., Any]:
     if not callable(found):
         raise InputError(f"--callable {name!r} is not a function; write MODULE:FUNCTION")
     return found  # type: ignore[no-any-return]
-
-
-class EndpointEngine:
-    """A server with OpenAI's ``/completions``.
-
-    Token ids are taken from what the server returns of them: ``token_ids`` (vLLM with ``return_token_ids``), ``tokens``
-    as numbers (llama.cpp with ``return_tokens``), or log-probabilities whose tokens read ``token_id:5``. A server that
-    returns none is compared by its texts.
-
-    Args:
-        address: ``http://HOST:PORT[/v1][?model=NAME]``.
-        eos: if there is one such id, it is appended where the server says "stop" and leaves it out.
-    """
-
-    honours = _EVERY - {"ignore_eos"}
-
-    def __init__(self, address: str, eos: Sequence[int] = ()) -> None:
-        parts = urlsplit(address)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise InputError(f"{address!r} is no address of a server; write http://HOST:PORT")
-        path = parts.path.rstrip("/").removesuffix("/completions")
-        self.name = parts.netloc
-        self._base = urlunsplit((parts.scheme, parts.netloc, path or "/v1", "", ""))
-        self._opener = build_opener(ProxyHandler({})) if parts.hostname in _LOCAL else build_opener()
-        self._eos = tuple(eos)
-        self._extras: dict[str, Any] = {
-            "return_token_ids": True,
-            "return_tokens": True,
-            "return_tokens_as_token_ids": True,
-        }
-        named = parse_qs(parts.query).get("model", [None])[0]
-        self._model = named or self._first_model()
-
-    def complete(self, prompts: Sequence[Prompt], params: SamplingParams, seeds: Sequence[int]) -> list[Answer]:
-        """As ``Engine`` has it; one request a prompt."""
-        answers: list[Answer] = []
-        for prompt, seed in zip(prompts, seeds, strict=True):
-            asked = prompt if isinstance(prompt, str) else list(prompt)
-            reply = self._post({"model": self._model, "prompt": asked, "seed": seed, **_body(params)})
-            choices = reply.get("choices") or []
-            usage = (reply.get("usage") or {}).get("completion_tokens") if len(choices) == 1 else None
-            answers += [self._answer(choice, usage, params) for choice in choices]
-        return answers
-
-    def _answer(self, choice: Mapping[str, Any], usage: int | None, params: SamplingParams) -> Answer:
-        tokens, reason = _token_ids(choice), choice.get("finish_reason")
-        told = (choice.get("logprobs") or {}).get("token_logprobs")
-        short = tokens is not None and len(tokens) < params.max_new_tokens
-        if tokens is not None and short and reason == "stop" and len(self._eos) == 1 and not params.stop:
-            ends = {*self._eos, *params.stop_token_ids}
-            if not tokens or tokens[-1] not in ends:
-                tokens, usage = (*tokens, self._eos[0]), None
-        wanted = told if params.logprobs is not None else None
-        return Answer(
-            tokens=tokens,
-            text=choice.get("text"),
-            finish_reason=reason,
-            logprobs=None if wanted is None else tuple(map(float, wanted)),
-            usage=usage,
-        )
-
-    def _post(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        while True:
-            data = json.dumps({**body, **self._extras}).encode()
-            request = Request(f"{self._base}/completions", data, {"Content-Type": "application/json"})
-            try:
-                with self._opener.open(request, timeout=600) as response:
-                    found: dict[str, Any] = json.load(response)
-                    return found
-            except HTTPError as error:
-                with error:
-                    said = error.read(300).decode("utf-8", errors="replace")
-                if error.code not in (400, 422) or not self._extras:
-                    raise SlipstreamError(f"the server {self.name} failed (HTTP {error.code}: {said})") from error
-                self._extras = {}
-            except (OSError, HTTPException, ValueError) as error:
-                raise SlipstreamError(f"the server {self.name} failed ({error}); look at its log") from error
-
-    def _first_model(self) -> str:
-        try:
-            with self._opener.open(f"{self._base}/models", timeout=10) as response:
-                return str(json.load(response)["data"][0]["id"])
-        except HTTPError:
-            return "default"
-        except (OSError, HTTPException) as error:
-            raise InputError(f"the server at {self._base} cannot be reached ({error}); start it first") from error
-        except (ValueError, LookupError, TypeError):
-            return "default"
-
-
-def _body(params: SamplingParams) -> dict[str, Any]:
-    """The parameters that are not at their default, by the names that servers have for them."""
-    plain = SamplingParams()
-    renamed = {"min_new_tokens": "min_tokens", "max_new_tokens": "max_tokens"}
-    body: dict[str, Any] = {"temperature": params.temperature, "max_tokens": params.max_new_tokens, "logprobs": 0}
-    for f in fields(params):
-        value = getattr(params, f.name)
-        if value == getattr(plain, f.name) or f.name in ("seed", "share", "logits_processors", "logprobs"):
-            continue
-        if f.name == "logit_bias":
-            value = {str(token): bias for token, bias in value.items()}
-        body[renamed.get(f.name, f.name)] = list(value) if isinstance(value, tuple) else value
-    return body
-
-
-def _token_ids(choice: Mapping[str, Any]) -> tuple[int, ...] | None:
-    told = (choice.get("logprobs") or {}).get("tokens") or []
-    for found in (choice.get("token_ids"), choice.get("tokens"), told):
-        if found and all(isinstance(t, int) for t in found):
-            return tuple(found)
-    if told and all(isinstance(t, str) and t.startswith("token_id:") for t in told):
-        return tuple(int(t.removeprefix("token_id:")) for t in told)
-    return () if choice.get("text") == "" and choice.get("finish_reason") == "stop" else None

@@ -16,10 +16,12 @@ from slipstream.audit.reference import FAULTS, ReferenceDecoder
 from slipstream.audit.single import single_tests
 from slipstream.audit.suite import Remembering, Settings, candidates, law_plans, pair_plans
 from slipstream.audit.toy import ToyModel
-from slipstream.audit.types import Engine, Finding
+from slipstream.audit.types import Engine, EngineError, Finding
 from slipstream.errors import InputError
 
 EXACT, FAULT, UNDECIDED = "exact within power", "fault found", "not decided"
+#: Name of the finding that an engine failed.
+FAILED = "answers"
 EXIT_CODES = {EXACT: 0, FAULT: 1, UNDECIDED: 3}
 #: Answers between two looks.
 _BATCH = 16
@@ -154,7 +156,18 @@ def prepare_pairs(engine: Engine, reference: Engine, scorer: Scorer | None, sett
 def single_findings(engine: Engine, scorer: Scorer, settings: Settings) -> list[Finding]:
     """The tests without statistics."""
     prompts = candidates(scorer, 3, settings.seed + 1)
-    return [test() for test in single_tests(engine, scorer, prompts, settings.tolerance, settings.seed)]
+    found: list[Finding] = []
+    for test in single_tests(engine, scorer, prompts, settings.tolerance, settings.seed):
+        try:
+            found.append(test())
+        except EngineError as error:
+            return [*found, failure(error)]
+    return found
+
+
+def failure(error: EngineError) -> Finding:
+    """What an engine's failing says: it was asked for nothing that it refuses."""
+    return Finding(FAILED, "every request is answered", "fault", f"the engine failed: {error}")
 
 
 def verdict(findings: Sequence[Finding], controls: Sequence[Control]) -> str:

@@ -14,6 +14,8 @@ from slipstream.types import SamplingParams
 Ids = tuple[int, ...]
 _LONG = 32
 _SHORT = 16
+#: What a decoder writes for bytes that are no character.
+_BROKEN = "\ufffd"
 
 
 def _finding(name: str, hypothesis: str, faults: Sequence[str], samples: int) -> Finding:
@@ -115,6 +117,7 @@ def stop_strings(engine: Engine, prompt: Ids) -> Finding:
         return _skipped("stop strings", claim, "no stop strings here, or no text to look for them in")
     faults = []
     tried = [whole[i : i + size] for i in range(2, min(14, len(whole) - 4), 3) for size in (1, 3, 4)]
+    tried = [stop for stop in tried if _BROKEN not in stop]  # bytes that no request can spell
     for stop in tried:
         answer = engine.complete([prompt], SamplingParams(max_new_tokens=_SHORT, stop=(stop,)), [0])[0]
         wanted = whole[: whole.index(stop)]
@@ -183,8 +186,10 @@ def logprobs(engine: Engine, scorer: Scorer, prompt: Ids, tolerance: float, seed
     faults = [
         f"position {i + 1}: {said:.5f} in place of {right:.5f}"
         for i, (said, right) in enumerate(zip(answer.logprobs, wanted, strict=False))
-        if not abs(said - right) <= 4 * tolerance
+        if abs(said - right) > 4 * tolerance
     ]
+    if all(np.isnan(answer.logprobs)):
+        return _skipped("logprobs", claim, "the engine returned none")
     if len(answer.logprobs) != len(tokens):
         faults.append(f"{len(answer.logprobs)} log-probabilities for {len(tokens)} tokens")
     return _finding("logprobs", claim, faults, len(tokens))

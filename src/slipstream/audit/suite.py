@@ -6,6 +6,7 @@ import math
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -89,8 +90,11 @@ def law_plans(scorer: Scorer, engine: Engine, settings: Settings) -> list[LawPla
     base = SamplingParams(temperature=0.8, top_k=filtered, max_new_tokens=settings.length)
     ranked = sorted(prompts, key=lambda prompt: -_spread(scorer, prompt, base))
     each = settings.alpha / (4 * 16)
+    chosen = ranked[: settings.contexts]
+    if len(chosen) > 1:
+        chosen[-1] = _most_copied(scorer, [chosen[-1], *(_with_copy(scorer, p, base) for p in ranked)], base)
     plans = []
-    for i, prompt in enumerate(ranked[: settings.contexts]):
+    for i, prompt in enumerate(chosen):
         free = _free_cells(scorer, prompt, base)
         samples = samples_for(settings.variation, free, each)
         plans.append(LawPlan(f"prompt {i + 1}", prompt, base, samples))
@@ -123,6 +127,38 @@ def _spread(scorer: Scorer, prompt: tuple[int, ...], params: SamplingParams) -> 
     return 1.0 - float((probs**2).sum())
 
 
+def _with_copy(scorer: Scorer, prompt: tuple[int, ...], params: SamplingParams) -> tuple[int, ...]:
+    """The prompt behind a likely answer to it of two tokens, for copies to find."""
+    answer: tuple[int, ...] = ()
+    for _ in range(2):
+        row = processed(scorer.logits(prompt, answer)[-1], prompt, answer, params, scorer.eos_token_ids)
+        row[list(scorer.eos_token_ids)] = -np.inf
+        answer = (*answer, int(row.argmax()))
+    return (*answer, *prompt)
+
+
+def _most_copied(scorer: Scorer, prompts: Sequence[tuple[int, ...]], params: SamplingParams) -> tuple[int, ...]:
+    """The prompt behind which a draft copied from it is neither sure to be accepted nor to be rejected.
+
+    After the first token x, n-grams copy what followed x in the prompt. What counts is the chance of an x that occurs
+    there, times the variance of accepting what followed.
+    """
+
+    def chance(prompt: tuple[int, ...]) -> float:
+        first = distribution(processed(_first(scorer, prompt), prompt, (), params, scorer.eos_token_ids), params)
+        total = 0.0
+        for token in sorted(set(prompt), key=lambda token: -first[token])[:3]:
+            followers = [b for a, b in pairwise(prompt) if a == token]
+            if not followers or first[token] < 0.02:
+                continue
+            row = processed(scorer.logits(prompt, (token,))[-1], prompt, (token,), params, scorer.eos_token_ids)
+            p = float(distribution(row, params)[followers[-1]])
+            total += float(first[token]) * p * (1 - p)
+        return total
+
+    return max(prompts, key=chance)
+
+
 def _free_cells(scorer: Scorer, prompt: tuple[int, ...], params: SamplingParams) -> int:
     """Free parameters of the joint law of two tokens, cells taken together as tests do."""
     probs = distribution(_first(scorer, prompt), params)
@@ -137,7 +173,7 @@ def _parameter_cases(
     scorer: Scorer, prompts: Sequence[tuple[int, ...]], engine: Engine, settings: Settings
 ) -> Iterator[tuple[str, LawPlan]]:
     """For each parameter the prompt where ignoring it shows most, and the answers it takes to see that."""
-    for name in _CASES:
+    for name in TESTED_IN_ORDER:
         if name not in engine.honours:
             continue
         tried = []
@@ -151,7 +187,7 @@ def _parameter_cases(
         yield name, LawPlan(name, prompt, wanted, samples, f"{name} ignored behind the first token")
 
 
-_CASES = (
+TESTED_IN_ORDER = (
     "temperature",
     "top_k",
     "top_p",
@@ -163,6 +199,10 @@ _CASES = (
     "min_new_tokens",
     "stop_token_ids",
 )
+
+
+#: All of them.
+TESTED = frozenset(TESTED_IN_ORDER)
 
 
 def _case(

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal, Protocol
 
+from slipstream.errors import SlipstreamError
 from slipstream.types import SamplingParams
 
 #: Token ids; text only where nobody here knows the engine's tokenizer.
 Prompt = tuple[int, ...] | str
 Result = Literal["pass", "fault", "undecided", "skipped"]
+#: The sampling parameters that there are tests for.
+EVERY_PARAMETER = frozenset(f.name for f in fields(SamplingParams)) - {
+    "logits_processors",
+    "no_repeat_ngram_size",
+    "share",
+}
 
 
 @dataclass(frozen=True)
@@ -32,11 +39,15 @@ class Answer:
     finish_reason: str | None = None
     """"stop" or "length"."""
     logprobs: tuple[float, ...] | None = None
-    """Of each token, under the target before any processing."""
+    """Of each token, under the target before any processing; NaN where it is not told."""
     usage: int | None = None
     """How many tokens the engine says it generated."""
     counters: Counters | None = None
     origins: tuple[str, ...] = ()
+
+
+class EngineError(SlipstreamError):
+    """An engine gave no answer to a request that it should be able to answer."""
 
 
 class Engine(Protocol):

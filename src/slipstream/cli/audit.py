@@ -35,7 +35,9 @@ Exit codes: 0 exact within power, 1 a fault was found, 2 the input cannot be use
 @click.option("--draft", default="suffix", metavar="DRAFT", help="As for bench: suffix (default), MODEL, suffix,MODEL.")
 @click.option("-k", "k", type=int, default=4, metavar="K", help="Draft tokens in a round (default: 4).")
 @rule_option
-@click.option("--minutes", type=float, default=5.0, metavar="M", help="Stop after M minutes (default: 5).")
+@click.option(
+    "--minutes", type=float, default=5.0, metavar="M", help="Ask the engine for M minutes at most (default: 5)."
+)
 @click.option("--tv", "variation", type=float, default=0.2, metavar="D", help="Total variation to find (default: 0.2).")
 @click.option("--alpha", type=float, default=0.005, metavar="A", help="Probability of a false alarm (default: 0.005).")
 @click.option(

@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Any
@@ -68,12 +68,17 @@ class Loaded:
 
 def run(task: AuditTask) -> int:
     """Do it; the exit code."""
+    from slipstream.audit.run import verdict
+
     start = monotonic()
     settings = check(task)
     loaded = load(task)
-    loaded.engine.honours -= set(_skipped(task))
+    untested = _left_out(task, loaded.engine)
     with _shown(task) as progress:
         report = _audit(task, settings, loaded, progress, start)
+    told = {f.name for f in report.findings}
+    findings = (*report.findings, *(f for f in untested if f.result == "fault" or f.name not in told))
+    report = replace(report, findings=findings, verdict=verdict(findings, report.controls))
     _deliver(task, report)
     return report.exit_code
 
@@ -121,12 +126,33 @@ def _skipped(task: AuditTask) -> list[str]:
     return names
 
 
+def _left_out(task: AuditTask, engine: Engine) -> list[Finding]:
+    """Findings on the parameters that are not tested; ``engine`` honours the others from now on."""
+    from slipstream.audit.endpoint import EndpointEngine
+    from slipstream.audit.run import failure
+    from slipstream.audit.suite import TESTED
+    from slipstream.audit.types import EngineError, Finding
+
+    broken: list[Finding] = []
+    why = dict.fromkeys(TESTED - engine.honours, "the engine has none, or means something else by it")
+    why |= dict.fromkeys(_skipped(task), "left out by --skip")
+    engine.honours -= set(_skipped(task))
+    if isinstance(engine, EndpointEngine):
+        try:
+            engine.probe()
+        except EngineError as error:
+            broken = [failure(error)]
+        why |= {name: f"the server refuses it ({said})" for name, said in engine.unsupported.items()}
+    return [*broken, *(Finding(name, f"{name} is honoured", "skipped", why[name]) for name in sorted(why))]
+
+
 # --- loading ----------------------------------------------------------------------------------------------------------
 
 
 def load(task: AuditTask) -> Loaded:
     """The engine, and the target's law or a reference."""
-    from slipstream.audit.engines import CallableEngine, EndpointEngine, SlipstreamEngine
+    from slipstream.audit.endpoint import EndpointEngine
+    from slipstream.audit.engines import CallableEngine, SlipstreamEngine
     from slipstream.audit.law import ModelScorer
     from slipstream.audit.toy import ToyModel
 
@@ -214,7 +240,7 @@ def _called(task: AuditTask) -> str:
 
 
 def _audit(task: AuditTask, settings: Settings, loaded: Loaded, progress: Progress, start: float) -> Report:
-    from slipstream.audit.run import Report, run_controls, verdict
+    from slipstream.audit.run import FAILED, Report, run_controls, verdict
 
     controls = run_controls(settings, progress)
     progress("one answer at a time", 0.0)
@@ -222,8 +248,8 @@ def _audit(task: AuditTask, settings: Settings, loaded: Loaded, progress: Progre
     key = {"engine": loaded.engine.name, "model": task.model, "settings": asdict(settings)}
     state = _restore(task, audit, key)
     spent = state.get("seconds", 0.0)
-    if not any(f.result == "fault" for f in singles):
-        _collect(task, audit, progress, start)
+    if not any(f.result == "fault" and f.name == FAILED for f in singles):
+        singles += _collect(task, audit, progress)
     seconds = spent + monotonic() - start
     if task.resume is not None:
         document = {"key": key, "seconds": seconds, **audit.state()}
@@ -242,10 +268,15 @@ def _audit(task: AuditTask, settings: Settings, loaded: Loaded, progress: Progre
 
 
 def _prepared(loaded: Loaded, settings: Settings) -> tuple[list[Finding], Audit]:
-    from slipstream.audit.run import prepare, prepare_pairs, single_findings
+    from slipstream.audit.run import Audit, failure, prepare, prepare_pairs, single_findings
+    from slipstream.audit.types import EngineError
 
-    if loaded.scorer is not None and _tells_tokens(loaded.engine, loaded.scorer, settings):
-        return single_findings(loaded.engine, loaded.scorer, settings), prepare(loaded.engine, loaded.scorer, settings)
+    engine, scorer = loaded.engine, loaded.scorer
+    try:
+        if scorer is not None and _tells_tokens(engine, scorer, settings):
+            return single_findings(engine, scorer, settings), prepare(engine, scorer, settings)
+    except EngineError as error:
+        return [failure(error)], Audit(loaded.engine, [], None, settings)
     assert loaded.reference is not None
     return [], prepare_pairs(loaded.engine, loaded.reference, loaded.scorer, settings)
 
@@ -267,7 +298,15 @@ def _restore(task: AuditTask, audit: Audit, key: dict[str, Any]) -> dict[str, An
     return state or {}
 
 
-def _collect(task: AuditTask, audit: Audit, progress: Progress, start: float) -> None:
+def _collect(task: AuditTask, audit: Audit, progress: Progress) -> list[Finding]:
+    """Ask until all is clear or time is up; a finding if the engine failed.
+
+    The time is the engine's own: on a busy machine the controls alone would use it up.
+    """
+    from slipstream.audit.run import failure
+    from slipstream.audit.types import EngineError
+
+    start = monotonic()
     try:
         while monotonic() - start < 60 * task.minutes:
             progress(f"{audit.samples:,} answers", audit.share)
@@ -275,6 +314,9 @@ def _collect(task: AuditTask, audit: Audit, progress: Progress, start: float) ->
                 break
     except KeyboardInterrupt:
         click.echo("slipstream: interrupted; reporting what there is", err=True)
+    except EngineError as error:
+        return [failure(error)]
+    return []
 
 
 # --- reporting --------------------------------------------------------------------------------------------------------
@@ -310,9 +352,21 @@ def _deliver(task: AuditTask, report: Report) -> None:
     for control in report.controls:
         if not control.as_it_must:
             screen.print(f"  {control.fault or 'correct'}: not as it must be after {control.samples:,} answers")
+    if hint := _hint(report.findings):
+        screen.print(hint)
     screen.print(f"{report.engine}: {report.verdict} ({report.answers:,} answers, {report.seconds:.0f} s)")
     if task.as_json:
         click.echo(json.dumps(report.document()))
+
+
+def _hint(findings: Sequence[Finding]) -> str:
+    """Where to look first, if something else than verification may be at fault."""
+    if any(f.result == "fault" and f.name.endswith(": first token") for f in findings):
+        return (
+            "The first token has another law already, which most engines draw without a draft: look first at weights "
+            "and their type (--tolerance), at the prompt's ids, and at defaults of the server; then at verification."
+        )
+    return ""
 
 
 def _worth_a_line(findings: Sequence[Finding]) -> Iterator[Finding]:

@@ -13,7 +13,7 @@ SUPPORT = Support(
     "vllm",
     oldest="0.11.0",
     newest="0.33.0",
-    checked="0.14, 0.25, 0.32 and 0.33 by documentation and sources, 2026-11-30",
+    checked="0.14, 0.25 and 0.33 by documentation, 0.32 by sources and by running its CPU build, 2026-11-30",
 )
 #: The first version in which each was found; versions between were not looked at.
 DRAFT_MODEL: Version = (0, 20)
@@ -111,6 +111,12 @@ def _rule(wanted: Wanted, config: dict[str, Any], version: Version, notes: list[
         return ""
     config["draft_sample_method"] = "probabilistic"
     config["rejection_sample_method"] = "block" if asked.rule == "block" else "standard"
+    if asked.rule == "block":
+        notes.append(
+            "vllm has the block rule in its model runner V2 only, which needs Triton and so a GPU; the other one says "
+            "nothing and verifies the draft's likeliest token by the standard rule, which accepts less: give it "
+            '"rejection_sample_method": "standard"'
+        )
     how = f"with drawn drafts and the {asked.rule} rule"
     return f"the plan was measured at temperature {asked.sampling.temperature:g} {how}"
 

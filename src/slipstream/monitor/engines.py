@@ -260,7 +260,8 @@ def derive(new: Raw, k: float | None = None) -> Counts:
     if drafted is None and rounds is not None and k is not None:
         drafted, drafting = rounds * k, rounds
     if rounds is None and emitted is not None:
-        rounds = max(0, emitted - (accepted or 0))
+        # What a cap cuts off was accepted all the same: short answers would seem to have fewer rounds than drafts.
+        rounds = max(0, emitted - (accepted or 0), drafting or 0)
     if emitted is None and rounds is not None and accepted is not None:
         emitted = rounds + accepted
     silent = (

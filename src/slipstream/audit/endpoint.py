@@ -1,0 +1,290 @@
+"""Servers under test: OpenAI's ``/completions``, and llama.cpp's own ``/completion``, which tells token ids."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from http.client import HTTPException
+from typing import Any, Protocol
+from urllib.error import HTTPError
+from urllib.parse import parse_qs, urlsplit, urlunsplit
+from urllib.request import ProxyHandler, Request, build_opener
+
+from slipstream.audit.types import EVERY_PARAMETER, Answer, EngineError, Prompt
+from slipstream.errors import InputError
+from slipstream.types import SamplingParams
+
+_LOCAL = ("localhost", "127.0.0.1", "::1")
+#: Requests that are under way at a time.
+_BESIDE = 8
+#: Sent with every request, since servers have defaults of their own: llama.cpp cuts to 40 tokens, vLLM takes what the
+#: model's generation_config.json says.
+_NEUTRAL = frozenset({"top_p", "top_k", "min_p", "repetition_penalty"})
+
+
+class RefusedError(EngineError):
+    """The server does not take a request as it is (HTTP 400 or 422)."""
+
+
+class Dialect(Protocol):
+    """How one kind of server is asked, and what its replies mean."""
+
+    path: str
+    honours: frozenset[str]
+
+    def body(self, params: SamplingParams) -> dict[str, Any]:
+        """Everything but prompt and seed."""
+        ...
+
+    def answers(self, reply: Mapping[str, Any], params: SamplingParams) -> list[Answer]:
+        """What came back."""
+        ...
+
+    def be_plain(self) -> None:
+        """Leave out what only some servers know."""
+        ...
+
+
+class EndpointEngine:
+    """A server with OpenAI's ``/completions``, or llama.cpp's.
+
+    Token ids are taken from what the server returns of them: ``token_ids`` (vLLM with ``return_token_ids``), ``tokens``
+    as numbers (llama.cpp), or log-probabilities whose tokens read ``token_id:5``. A server that returns none is
+    compared by its texts.
+
+    Args:
+        address: ``http://HOST:PORT[/v1][?model=NAME]``.
+        eos: if there is one such id, it is appended where the server says "stop" and leaves it out.
+    """
+
+    def __init__(self, address: str, eos: Sequence[int] = ()) -> None:
+        parts = urlsplit(address)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise InputError(f"{address!r} is no address of a server; write http://HOST:PORT")
+        path = parts.path.rstrip("/").removesuffix("/completions") or "/v1"
+        self.name = parts.netloc
+        self._base = urlunsplit((parts.scheme, parts.netloc, path, "", ""))
+        self._opener = build_opener(ProxyHandler({})) if parts.hostname in _LOCAL else build_opener()
+        self._eos = tuple(eos)
+        first = self._first_model()
+        model = parse_qs(parts.query).get("model", [None])[0] or str(first.get("id", "default"))
+        self._dialect: Dialect = OpenAI(model)
+        if first.get("owned_by") == "llamacpp":
+            self._base = self._base.removesuffix("/v1")
+            self._dialect = LlamaCpp()
+        self.honours = self._dialect.honours
+        self._settle()
+        self.unsupported: dict[str, str] = {}
+        """Parameters that the server refuses, with what it says."""
+
+    def _settle(self) -> None:
+        """Find out whether the server takes what only some servers know."""
+        try:
+            self._ask((1,), SamplingParams(max_new_tokens=1), 0)
+        except RefusedError:
+            self._dialect.be_plain()
+
+    def probe(self) -> None:
+        """Ask for each parameter once: what is refused aloud deceives nobody, and is not tested."""
+        for name, value in _PROBES.items():
+            if name not in self.honours:
+                continue
+            try:
+                self._ask((1,), replace(SamplingParams(temperature=1.0, max_new_tokens=2), **{name: value}), 0)
+            except RefusedError as error:
+                self.unsupported[name] = str(error)
+        self.honours -= set(self.unsupported)
+
+    def complete(self, prompts: Sequence[Prompt], params: SamplingParams, seeds: Sequence[int]) -> list[Answer]:
+        """As ``Engine`` has it; one request a prompt, several at a time."""
+        with ThreadPoolExecutor(_BESIDE) as pool:
+            found = list(pool.map(lambda pair: self._ask(pair[0], params, pair[1]), zip(prompts, seeds, strict=True)))
+        return [answer for group in found for answer in group]
+
+    def _ask(self, prompt: Prompt, params: SamplingParams, seed: int) -> list[Answer]:
+        asked = prompt if isinstance(prompt, str) else list(prompt)
+        reply = self._post({"prompt": asked, "seed": seed, **self._dialect.body(params)})
+        return [self._ended(answer, params) for answer in self._dialect.answers(reply, params)]
+
+    def _ended(self, answer: Answer, params: SamplingParams) -> Answer:
+        """The answer with the end-of-sequence id that the server left out."""
+        tokens = answer.tokens
+        if tokens is None or len(tokens) >= params.max_new_tokens or len(self._eos) != 1 or params.stop:
+            return answer
+        if answer.finish_reason != "stop" or (tokens and tokens[-1] in {*self._eos, *params.stop_token_ids}):
+            return answer
+        logprobs = None if answer.logprobs is None else (*answer.logprobs, float("nan"))[: len(tokens) + 1]
+        return replace(answer, tokens=(*tokens, self._eos[0]), usage=None, logprobs=logprobs)
+
+    def _post(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        data = json.dumps(body).encode()
+        request = Request(f"{self._base}/{self._dialect.path}", data, {"Content-Type": "application/json"})
+        try:
+            with self._opener.open(request, timeout=600) as response:
+                found: dict[str, Any] = json.load(response)
+                return found
+        except HTTPError as error:
+            with error:
+                said = error.read(300).decode("utf-8", errors="replace")
+            kind = RefusedError if error.code in (400, 422) else EngineError
+            raise kind(f"HTTP {error.code}: {said}, asked for {_told(body)}") from error
+        except (OSError, HTTPException, ValueError) as error:
+            raise EngineError(f"{error}, asked for {_told(body)}; look at the log of {self.name}") from error
+
+    def _first_model(self) -> dict[str, Any]:
+        try:
+            with self._opener.open(f"{self._base}/models", timeout=10) as response:
+                found: dict[str, Any] = dict(json.load(response)["data"][0])
+                return found
+        except HTTPError:
+            return {}
+        except (OSError, HTTPException) as error:
+            raise InputError(f"the server at {self._base} cannot be reached ({error}); start it first") from error
+        except (ValueError, LookupError, TypeError):
+            return {}
+
+
+# --- dialects ---------------------------------------------------------------------------------------------------------
+
+#: One value of each parameter that a server may refuse.
+_PROBES: dict[str, Any] = {
+    "top_k": 2,
+    "top_p": 0.5,
+    "min_p": 0.5,
+    "repetition_penalty": 1.5,
+    "frequency_penalty": 0.5,
+    "presence_penalty": 0.5,
+    "logit_bias": {1: 1.0},
+    "min_new_tokens": 1,
+    "stop_token_ids": (1,),
+    "stop": ("never",),
+    "logprobs": 1,
+    "n": 2,
+}
+
+
+class OpenAI:
+    """``/v1/completions``, with the further parameters of vLLM by their names."""
+
+    path = "completions"
+    honours = EVERY_PARAMETER - {"ignore_eos"}
+
+    def __init__(self, model: str) -> None:
+        self._model = model
+        self._wishes: dict[str, Any] = {"return_token_ids": True, "return_tokens_as_token_ids": True}
+        self._always = _NEUTRAL
+
+    def body(self, params: SamplingParams) -> dict[str, Any]:
+        """As ``Dialect`` has it."""
+        body: dict[str, Any] = {
+            "model": self._model,
+            "temperature": params.temperature,
+            "max_tokens": params.max_new_tokens,
+            "logprobs": params.logprobs or 0,
+        }
+        renamed = {"min_new_tokens": "min_tokens"}
+        plain = SamplingParams()
+        for name in sorted(self.honours - {"temperature", "max_new_tokens", "logprobs", "seed"}):
+            value = getattr(params, name)
+            if value == getattr(plain, name) and name not in self._always:
+                continue
+            if name == "logit_bias":
+                value = {str(token): bias for token, bias in value.items()}
+            body[renamed.get(name, name)] = list(value) if isinstance(value, tuple) else value
+        return body | self._wishes
+
+    def be_plain(self) -> None:
+        """As ``Dialect`` has it."""
+        self._wishes, self._always = {}, frozenset()
+
+    def answers(self, reply: Mapping[str, Any], params: SamplingParams) -> list[Answer]:
+        """As ``Dialect`` has it."""
+        choices = reply.get("choices") or []
+        usage = (reply.get("usage") or {}).get("completion_tokens") if len(choices) == 1 else None
+        return [self._answer(choice, usage, params) for choice in choices]
+
+    def _answer(self, choice: Mapping[str, Any], usage: int | None, params: SamplingParams) -> Answer:
+        told = (choice.get("logprobs") or {}).get("token_logprobs")
+        wanted = told if params.logprobs is not None else None
+        return Answer(
+            tokens=_token_ids(choice),
+            text=choice.get("text"),
+            finish_reason=choice.get("finish_reason"),
+            logprobs=None if wanted is None else tuple(map(float, wanted)),
+            usage=usage,
+        )
+
+
+class LlamaCpp:
+    """llama.cpp's ``/completion``.
+
+    Its penalties for frequency and presence count the prompt's tokens as well, which is another meaning; so they are
+    not tested. Its samplers are asked for in the order that everybody else has: temperature before filters.
+    """
+
+    path = "completion"
+    honours = frozenset(
+        {"temperature", "top_k", "top_p", "min_p", "repetition_penalty", "logit_bias", "stop", "logprobs", "seed"}
+    )
+    _SAMPLERS = ("penalties", "temperature", "top_k", "top_p", "min_p")
+
+    def body(self, params: SamplingParams) -> dict[str, Any]:
+        """As ``Dialect`` has it."""
+        return {
+            "n_predict": params.max_new_tokens,
+            "temperature": params.temperature,
+            "top_k": params.top_k,
+            "top_p": params.top_p,
+            "min_p": params.min_p,
+            "repeat_penalty": params.repetition_penalty,
+            "repeat_last_n": 100_000,
+            "logit_bias": [[token, bias] for token, bias in params.logit_bias.items()],
+            "stop": list(params.stop),
+            "samplers": list(self._SAMPLERS),
+            "return_tokens": True,
+            "n_probs": 0 if params.logprobs is None else 1,
+        }
+
+    def be_plain(self) -> None:
+        """As ``Dialect`` has it; all that is sent is its own."""
+
+    def answers(self, reply: Mapping[str, Any], params: SamplingParams) -> list[Answer]:
+        """As ``Dialect`` has it."""
+        tokens = reply.get("tokens")
+        told = reply.get("completion_probabilities") or []
+        answer = Answer(
+            tokens=None if tokens is None else tuple(tokens),
+            text=reply.get("content"),
+            finish_reason="length" if reply.get("stop_type") == "limit" else "stop",
+            logprobs=_in_step(tokens or (), told) if told and params.logprobs is not None else None,
+            usage=reply.get("tokens_predicted"),
+        )
+        return [answer]
+
+
+def _in_step(tokens: Sequence[int], told: Sequence[Mapping[str, Any]]) -> tuple[float, ...]:
+    """A log-probability for each token; NaN where llama.cpp leaves one out, as it does in the middle of a character."""
+    found, left = [], list(told)
+    for token in tokens:
+        here = bool(left) and left[0].get("id") == token
+        found.append(float(left.pop(0)["logprob"]) if here else float("nan"))
+    return tuple(found)
+
+
+def _told(body: Mapping[str, Any]) -> str:
+    """A request in few words."""
+    return json.dumps({name: value for name, value in body.items() if name not in ("model", "prompt")})
+
+
+def _token_ids(choice: Mapping[str, Any]) -> tuple[int, ...] | None:
+    told = choice.get("logprobs") or {}
+    content = [entry.get("id") for entry in told.get("content") or []]
+    for found in (choice.get("token_ids"), choice.get("tokens"), told.get("tokens"), content):
+        if found and all(isinstance(t, int) for t in found):
+            return tuple(found)
+    words = told.get("tokens") or []
+    if words and all(isinstance(t, str) and t.startswith("token_id:") for t in words):
+        return tuple(int(t.removeprefix("token_id:")) for t in words)
+    return () if choice.get("text") == "" and choice.get("finish_reason") == "stop" else None
