@@ -22,6 +22,8 @@ import pytest
 from conftest import save_checkpoint
 from serving import Served, parrot_engine, parrot_tokenizer, served, wait_for
 from slipstream import SpeculativeDecoding
+from slipstream.models.version import version_of
+from slipstream.monitor.scrape import Source
 from slipstream.seats import Limits
 
 CHAT = "/v1/chat/completions"
@@ -311,6 +313,14 @@ def renewals(server: Process) -> dict[str, int]:
     return {outcome: int(count) for outcome, count in found}
 
 
+def versions(server: Process) -> tuple[str, str, str]:
+    """Of target and draft, and of the target that the draft was trained for."""
+    text = httpx.get(server.url + "/metrics", timeout=30).text
+    [line] = [line for line in text.splitlines() if line.startswith("slipstream_info{")]
+    label = dict(re.findall(r'(\w+)="([^"]*)"', line))
+    return label["target_version"], label["draft_version"], label["draft_trained_for"]
+
+
 def drafted(server: Process) -> tuple[str, Any]:
     """What is answered, and how the model's drafts fared."""
     body = {**LONG, "max_tokens": 60, "temperature": 0, "speculation": {"k": 3, "statistics": True}}
@@ -329,6 +339,8 @@ def test_sighup_opens_the_draft_again(checkpoint: Path, tmp_path: Path) -> None:
     with process(checkpoint, "--draft", str(draft), *exact) as server:
         answer, before = drafted(server)
         assert renewals(server) == {"renewed": 0, "failed": 0}
+        assert versions(server) == (version_of(checkpoint), version_of(draft), "")
+        old = version_of(draft)
         body = {**LONG, "max_tokens": 900, "temperature": 0, "stream": True, "speculation": {"k": 3}}
         with httpx.stream("POST", server.url + CHAT, json=body, timeout=60) as response:
             lines = response.iter_lines()
@@ -337,6 +349,7 @@ def test_sighup_opens_the_draft_again(checkpoint: Path, tmp_path: Path) -> None:
             shutil.copytree(checkpoint, draft)
             server.process.send_signal(signal.SIGHUP)
             wait_for(lambda: renewals(server)["renewed"] == 1, 60)
+            wait_for(lambda: versions(server) == (version_of(checkpoint), version_of(checkpoint), ""), 60)
             assert [line for line in lines if line][-1] == "data: [DONE]"
         assert drafted(server) == (answer, pytest.approx(1.0, abs=0.05))  # the target itself
         assert before < 0.5
@@ -344,14 +357,19 @@ def test_sighup_opens_the_draft_again(checkpoint: Path, tmp_path: Path) -> None:
         for number in (1, 2):
             server.process.send_signal(signal.SIGHUP)
             wait_for(lambda number=number: renewals(server)["failed"] == number, 60)  # type: ignore[misc]
+        assert versions(server)[1] == version_of(checkpoint)  # what runs, not what lies there
         assert drafted(server) == (answer, pytest.approx(1.0, abs=0.05))
         told = [line for line in server.log if "could not be opened again" in line]
         assert len(told) == 2
         assert "Traceback" not in "".join(server.log)
         shutil.rmtree(draft)
         other.rename(draft)
+        (draft / "distill.json").write_text(json.dumps({"target": {"version": "of another"}}))
         server.process.send_signal(signal.SIGHUP)
         wait_for(lambda: renewals(server)["renewed"] == 2, 60)
+        wait_for(lambda: versions(server) == (version_of(checkpoint), old, "of another"), 60)
+        seen = Source(f"{server.url}/metrics").look().reading.identity  # the monitor's alarm goes by these
+        assert (seen.trained_for, seen.target_version) == ("of another", version_of(checkpoint))
         assert drafted(server) == (answer, before)
         server.process.send_signal(signal.SIGTERM)
         assert server.end(30) == 0

@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slipstream.cli.drafts import SUFFIX, members
+from slipstream.cli.drafts import EARLY_EXIT, SUFFIX, members
 from slipstream.cli.prompt import Prompt
 from slipstream.cli.run import Task, check, load_all, open_all
 from slipstream.cli.screen import note
@@ -59,7 +59,14 @@ def run(options: Mapping[str, Any]) -> int:
         service = Service(engine, Options(name, *allowed, pace=options["stream_pace"]))
         binding = Binding(options["host"], options["port"], options["drain_seconds"], tls)
         note(f"Serving {name} on {'https' if tls else 'http'}://{binding.host}:{binding.port}/v1")
-        renewal = Renewal(engine, draft_loader(options, engine), surroundings.metrics.renewed)
+        surroundings.metrics.runs(versions(options))
+
+        def renewed(outcome: str) -> None:
+            surroundings.metrics.renewed(outcome)
+            if outcome == "renewed":
+                surroundings.metrics.runs(versions(options))
+
+        renewal = Renewal(engine, draft_loader(options, engine), renewed)
         return serve(surroundings.surround(service), service, binding, renewal)
     finally:
         surroundings.close()
@@ -111,6 +118,22 @@ def draft_loader(options: Mapping[str, Any], engine: Engine) -> Callable[[], Dra
         return make_drafter(parts if len(parts) > 1 else parts[0], engine.setting.target)
 
     return load
+
+
+def versions(options: Mapping[str, Any]) -> dict[str, str]:
+    """Of target and draft as they are on disk now, and of the target that the draft was distilled for."""
+    from slipstream.models.describe import describe
+    from slipstream.models.version import trained_for, version_of
+
+    task = _task(options)
+    drafts = [describe(name).path for name in task.draft_models]
+    exits = [] if task.plain else [member for member in members(task.draft) if member.startswith(EARLY_EXIT)]
+    drafts += [head for one in exits if (head := Path(one.removeprefix(EARLY_EXIT))).is_dir()]
+    return {
+        "target_version": version_of(describe(task.model).path),
+        "draft_version": ",".join(filter(None, map(version_of, drafts))),
+        "draft_trained_for": next(filter(None, map(trained_for, drafts)), ""),
+    }
 
 
 def _task(options: Mapping[str, Any]) -> Task:

@@ -14,6 +14,7 @@ from slipstream.distill.acceptance import TEMPERATURES, Figures
 from slipstream.distill.picture import save_picture
 from slipstream.measure.bootstrap import Interval
 from slipstream.measure.document import tidy
+from slipstream.models.version import version_of
 
 if TYPE_CHECKING:
     from slipstream.distill.run import Result, Run
@@ -37,7 +38,7 @@ def record(run: Run, result: Result) -> dict[str, Any]:
         "command": job.command,
         "argv": sys.argv,
         "versions": versions(),
-        "target": {"name": job.target, "sha256": run.target.hash},
+        "target": {"name": job.target, "sha256": run.target.hash, "version": version_of(run.target.description.path)},
         "start": {"init": job.init, "source": str(run.start.source)},
         "data": {"sources": job.data, "documents": run.data.documents, "sha256": run.data.hash},
         "settings": job.binding(),

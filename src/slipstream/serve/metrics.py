@@ -32,6 +32,9 @@ ENDPOINTS = ("/v1/completions", "/v1/chat/completions", "/v1/models", "/metrics"
 METHODS = ("GET", "POST", "OPTIONS", "HEAD")
 
 
+_INFO = ("version", "target", "target_version", "draft", "draft_version", "draft_trained_for")
+
+
 class Metrics:
     """What a server counts. Methods may be called from any thread."""
 
@@ -44,8 +47,9 @@ class Metrics:
         def histogram(name: str, text: str, buckets: Iterable[float], *labels: str) -> Histogram:
             return Histogram(f"slipstream_{name}", text, labels, buckets=tuple(buckets), registry=registry)
 
-        info = Gauge("slipstream_info", "Always 1.", ("version", "target", "draft"), registry=registry)
-        info.labels(version, target, draft).set(1)
+        self._info = Gauge("slipstream_info", "Always 1.", _INFO, registry=registry)
+        self._known = {"version": version, "target": target, "draft": draft}
+        self.runs({})
         self._http = counter("http_requests", "HTTP requests by status.", "method", "endpoint", "status")
         self._http_seconds = histogram(
             "http_request_seconds", "From a request's first byte to its response's last.", _LONG, "endpoint"
@@ -146,6 +150,11 @@ class Metrics:
     def renewed(self, outcome: str) -> None:
         """The draft was to be opened again: "renewed" or "failed"."""
         self._renewals.labels(outcome).inc()
+
+    def runs(self, versions: Mapping[str, str]) -> None:
+        """Which versions of target and draft run from now on: labels of ``slipstream_info``."""
+        self._info.clear()
+        self._info.labels(**{**dict.fromkeys(_INFO, ""), **self._known, **versions}).set(1)
 
     # --- reading ------------------------------------------------------------------------------------------------------
 
