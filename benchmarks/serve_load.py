@@ -88,7 +88,8 @@ async def ask(client: httpx.AsyncClient, way: Way, messages: Any, new: int) -> T
 
 async def load(way: Way, messages: Sequence[Any], level: int, new: int) -> dict[str, float]:
     """All of ``messages`` answered, ``level`` at a time."""
-    limits = httpx.Limits(max_connections=level)
+    # Some servers close what was kept open while the next request is on its way.
+    limits = httpx.Limits(max_connections=level, max_keepalive_connections=0)
     async with httpx.AsyncClient(timeout=None, limits=limits, trust_env=False) as client:
         left: Iterator[Any] = iter(messages)
 
