@@ -283,15 +283,16 @@ def batched(found: Gathered, drafter: Drafter, at: CostsAt, batch: int) -> Costs
         return at
     target = found.curves[PLAIN]
     models = [found.curves[one.name] for one in members_of(drafter) if one.name in found.curves]
-    alone = any(isinstance(one, EarlyExitDrafter) for one in members_of(drafter))  # in each request's own cache
-    step = float(batch) if alone or not models else max(c.seconds(1, batch) / c.seconds(1) for c in models)
+    early = any(isinstance(one, EarlyExitDrafter) for one in members_of(drafter))  # drafts are passes of the target
+    models += [target] if early else []
+    step = max((c.seconds(1, batch) / c.seconds(1) for c in models), default=float(batch))
 
     def rows(n: int) -> float:
         """Passes grow as measured; what a round does beside them grows with the batch."""
-        beside = max(at(target.context).rows(n, 0 if alone else n - 1) - target.seconds(n), 0.0)
+        beside = max(at(target.context).rows(n, 0 if early else n - 1) - target.seconds(n), 0.0)
         return (target.seconds(n, batch) + beside * batch) / (target.seconds(n) + beside)
 
-    return lambda context: at(context).scaled(batch, rows, step, alone=alone)
+    return lambda context: at(context).scaled(batch, rows, step)
 
 
 # --- a short real run -------------------------------------------------------------------------------------------------

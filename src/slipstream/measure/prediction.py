@@ -87,17 +87,15 @@ class RoundCosts:
         call, step, read, prompt = (seconds * share for seconds in (self.call, self.step, self.read, self.prompt))
         return RoundCosts(verify, call, step, read, prompt, copied)
 
-    def scaled(self, batch: int, target: Callable[[int], float], draft: float, *, alone: bool = False) -> RoundCosts:
+    def scaled(self, batch: int, target: Callable[[int], float], draft: float) -> RoundCosts:
         """The same where ``batch`` requests share every pass.
 
         Args:
             batch: number of requests.
             target: passes of the batch over so many rows each / over so many of one request.
             draft: a draft pass of the batch / of one request.
-            alone: drafts of a model are verified request by request.
         """
-        verify = {n: seconds * (batch if alone and n > 1 else target(n)) for n, seconds in self.verify.items()}
-        copied = {n: seconds * target(n) for n, seconds in self.copied.items()}
+        verify, copied = ({n: seconds * target(n) for n, seconds in c.items()} for c in (self.verify, self.copied))
         return RoundCosts(verify, self.call * batch, self.step * draft, self.read * batch, self.prompt * batch, copied)
 
 
