@@ -255,10 +255,11 @@ class Bent(SlipstreamEngine):
         (lambda a, p: replace(a, text=a.text + (p.stop[0] if p.stop else "")), "stop strings"),
         (lambda a, p: replace(a, tokens=(*a.tokens, 0)) if p.stop_token_ids else a, "stop ids"),
         (lambda a, p: replace(a, logprobs=tuple(x - 0.1 for x in a.logprobs or ()) or None), "logprobs"),
+        (lambda a, p: replace(a, logprobs=(*(a.logprobs or ())[:-1], math.nan) if a.logprobs else None), "logprobs"),
         (lambda a, p: replace(a, counters=replace(a.counters, accepted=a.counters.drafted + 1)), "counters"),
         (lambda a, p: replace(a, tokens=(0, *a.tokens[1:])) if p.temperature == 0 else a, "greedy parity"),
     ],
-    ids=["cut", "usage", "reason", "stop", "stop-id", "logprobs", "counters", "greedy"],
+    ids=["cut", "usage", "reason", "stop", "stop-id", "logprobs", "logprobs-nan", "counters", "greedy"],
 )
 def test_what_one_answer_shows(bend: Any, test: str) -> None:
     findings = single_findings(Bent(bend), TARGET, COARSE)
@@ -403,7 +404,7 @@ class Handler(BaseHTTPRequestHandler):
         server: Any = self.server
         kept = [t for t in output.tokens if t != 11]
         choice: dict[str, Any] = {"text": output.text, "finish_reason": output.finish_reason}
-        choice["logprobs"] = {"token_logprobs": [p.logprob for p in output.logprobs or ()]}
+        choice["logprobs"] = {"token_logprobs": [None if server.mute else p.logprob for p in output.logprobs or ()]}
         if server.ids:
             choice["token_ids"] = kept
         return choice
@@ -443,7 +444,7 @@ class Handler(BaseHTTPRequestHandler):
 def server() -> Any:
     made: Any = HTTPServer(("127.0.0.1", 0), Handler)
     made.decoding, made.ids, made.strict, made.asked = SpeculativeDecoding(TARGET, DRAFT), True, False, []
-    made.llama, made.failing, made.mortal, made.dead = False, {}, False, False
+    made.llama, made.failing, made.mortal, made.dead, made.mute = False, {}, False, False, False
     thread = Thread(target=made.serve_forever, daemon=True)
     thread.start()
     yield made
@@ -463,6 +464,14 @@ def test_an_endpoint_that_returns_token_ids(server: Any) -> None:
     assert server.asked[-1]["logit_bias"] == {"11": 4.0}
     # A server may have other defaults, so filters that are off are said to be off.
     assert (server.asked[-1]["top_p"], server.asked[-1]["min_p"]) == (1.0, 0.0)
+
+
+def test_an_endpoint_that_does_not_tell_log_probabilities(server: Any) -> None:
+    """A null for each was a TypeError."""
+    server.mute = True
+    engine = EndpointEngine(f"http://127.0.0.1:{server.server_port}", TARGET.eos_token_ids)
+    (found,) = [f for f in single_findings(engine, TARGET, COARSE) if f.name == "logprobs"]
+    assert found.result == "skipped"
 
 
 def test_an_endpoint_that_refuses_further_wishes_is_asked_without(server: Any) -> None:
@@ -511,7 +520,7 @@ def test_llama_cpp_is_asked_in_its_own_words(server: Any) -> None:
     assert wanted.logprobs is not None
     assert 7 in heard.tokens
     for token, said, right in zip(heard.tokens, heard.logprobs, wanted.logprobs, strict=True):
-        assert math.isnan(said) if token in (7, 11) else said == pytest.approx(right)
+        assert said is None if token in (7, 11) else said == pytest.approx(right)
     (found,) = [f for f in single_findings(engine, TARGET, COARSE) if f.name == "logprobs"]
     assert found.result == "pass"
 

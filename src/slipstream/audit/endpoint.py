@@ -115,7 +115,7 @@ class EndpointEngine:
             return answer
         if answer.finish_reason != "stop" or (tokens and tokens[-1] in {*self._eos, *params.stop_token_ids}):
             return answer
-        logprobs = None if answer.logprobs is None else (*answer.logprobs, float("nan"))[: len(tokens) + 1]
+        logprobs = None if answer.logprobs is None else (*answer.logprobs, None)[: len(tokens) + 1]
         return replace(answer, tokens=(*tokens, self._eos[0]), usage=None, logprobs=logprobs)
 
     def _post(self, body: Mapping[str, Any]) -> dict[str, Any]:
@@ -212,7 +212,7 @@ class OpenAI:
             tokens=_token_ids(choice),
             text=choice.get("text"),
             finish_reason=choice.get("finish_reason"),
-            logprobs=None if wanted is None else tuple(map(float, wanted)),
+            logprobs=None if wanted is None else tuple(None if one is None else float(one) for one in wanted),
             usage=usage,
         )
 
@@ -264,12 +264,13 @@ class LlamaCpp:
         return [answer]
 
 
-def _in_step(tokens: Sequence[int], told: Sequence[Mapping[str, Any]]) -> tuple[float, ...]:
-    """A log-probability for each token; NaN where llama.cpp leaves one out, as it does in the middle of a character."""
-    found, left = [], list(told)
+def _in_step(tokens: Sequence[int], told: Sequence[Mapping[str, Any]]) -> tuple[float | None, ...]:
+    """A log-probability for each token; None where llama.cpp leaves one out, as it does in the middle of a character."""
+    found: list[float | None] = []
+    left = list(told)
     for token in tokens:
         here = bool(left) and left[0].get("id") == token
-        found.append(float(left.pop(0)["logprob"]) if here else float("nan"))
+        found.append(float(left.pop(0)["logprob"]) if here else None)
     return tuple(found)
 
 

@@ -38,8 +38,8 @@ class Answer:
     text: str | None = None
     finish_reason: str | None = None
     """"stop" or "length"."""
-    logprobs: tuple[float, ...] | None = None
-    """Of each token, under the target before any processing; NaN where it is not told."""
+    logprobs: tuple[float | None, ...] | None = None
+    """Of each token, under the target before any processing; None where it is not told."""
     usage: int | None = None
     """How many tokens the engine says it generated."""
     counters: Counters | None = None
