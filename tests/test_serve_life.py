@@ -333,10 +333,11 @@ def test_sighup_opens_the_draft_again(checkpoint: Path, tmp_path: Path) -> None:
 
     A folder that cannot be used leaves the old draft where it is.
     """
-    draft, other = tmp_path / "draft", tmp_path / "other"
+    target, draft, other = (tmp_path / name for name in ("target", "draft", "other"))
+    shutil.copytree(checkpoint, target)
     save_checkpoint(draft, parrot_tokenizer(), seed=5, num_hidden_layers=1, max_position_embeddings=2048)
     exact = ("--weights", "fp32", "--draft-weights", "fp32")
-    with process(checkpoint, "--draft", str(draft), *exact) as server:
+    with process(target, "--draft", str(draft), *exact) as server:
         answer, before = drafted(server)
         assert renewals(server) == {"renewed": 0, "failed": 0}
         assert versions(server) == (version_of(checkpoint), version_of(draft), "")
@@ -364,6 +365,9 @@ def test_sighup_opens_the_draft_again(checkpoint: Path, tmp_path: Path) -> None:
         assert "Traceback" not in "".join(server.log)
         shutil.rmtree(draft)
         other.rename(draft)
+        target.rename(tmp_path / "what runs")  # another target there is none that runs: SIGHUP is about the draft
+        save_checkpoint(target, parrot_tokenizer(), seed=9, max_position_embeddings=100_000)
+        assert version_of(target) != version_of(checkpoint)
         (draft / "distill.json").write_text(json.dumps({"target": {"version": "of another"}}))
         server.process.send_signal(signal.SIGHUP)
         wait_for(lambda: renewals(server)["renewed"] == 2, 60)

@@ -265,7 +265,7 @@ class LlamaCpp:
 
 
 def _in_step(tokens: Sequence[int], told: Sequence[Mapping[str, Any]]) -> tuple[float | None, ...]:
-    """A log-probability for each token; None where llama.cpp leaves one out, as it does in the middle of a character."""
+    """A log-probability for each token; None where llama.cpp leaves one out, as in the middle of a character."""
     found: list[float | None] = []
     left = list(told)
     for token in tokens:

@@ -22,8 +22,8 @@ from slipstream.errors import InputError
 from slipstream.types import SamplingParams
 
 if TYPE_CHECKING:
-    from slipstream.drafters.base import Drafter
     from slipstream.engine import Engine
+    from slipstream.serve.renewal import Opened
 
 #: Modules of the extra ``server``.
 _NEEDED = ("fastapi", "uvicorn", "pydantic", "llguidance", "prometheus_client")
@@ -59,14 +59,8 @@ def run(options: Mapping[str, Any]) -> int:
         service = Service(engine, Options(name, *allowed, pace=options["stream_pace"]))
         binding = Binding(options["host"], options["port"], options["drain_seconds"], tls)
         note(f"Serving {name} on {'https' if tls else 'http'}://{binding.host}:{binding.port}/v1")
-        surroundings.metrics.runs(versions(options))
-
-        def renewed(outcome: str) -> None:
-            surroundings.metrics.renewed(outcome)
-            if outcome == "renewed":
-                surroundings.metrics.runs(versions(options))
-
-        renewal = Renewal(engine, draft_loader(options, engine), renewed)
+        surroundings.metrics.runs(target_version(options) | draft_versions(options))
+        renewal = Renewal(engine, draft_loader(options, engine), surroundings.metrics)
         return serve(surroundings.surround(service), service, binding, renewal)
     finally:
         surroundings.close()
@@ -101,36 +95,45 @@ def load_engine(options: Mapping[str, Any]) -> Engine:
     return decoding.engine(Limits(memory=memory, requests=options["requests"], rows=options["rows"]))
 
 
-def draft_loader(options: Mapping[str, Any], engine: Engine) -> Callable[[], Drafter] | None:
+def draft_loader(options: Mapping[str, Any], engine: Engine) -> Callable[[], Opened] | None:
     """What opens the draft of ``engine`` again, as it is on disk by then; None if nothing of it is on disk."""
     task = _task(options)
     named = members(task.draft)
     if task.plain or set(named) == {SUFFIX}:
         return None
 
-    def load() -> Drafter:
+    def load() -> Opened:
         from slipstream.drafters import make_drafter
         from slipstream.models.load import Kinds, open_models
+        from slipstream.serve.renewal import Opened
 
+        found = draft_versions(options)
         kinds = Kinds(task.weights, task.draft_weights, task.device)
         _, opened = open_models(task.model, task.draft_models, kinds)
         parts = [opened[name].load() if name in opened else name for name in named]
-        return make_drafter(parts if len(parts) > 1 else parts[0], engine.setting.target)
+        return Opened(make_drafter(parts if len(parts) > 1 else parts[0], engine.setting.target), found)
 
     return load
 
 
-def versions(options: Mapping[str, Any]) -> dict[str, str]:
-    """Of target and draft as they are on disk now, and of the target that the draft was distilled for."""
-    from slipstream.models.describe import describe
+def target_version(options: Mapping[str, Any]) -> dict[str, str]:
+    """Of the target as it is on disk."""
+    from slipstream.models.load import find
+    from slipstream.models.version import version_of
+
+    return {"target_version": version_of(find(options["model"]))}
+
+
+def draft_versions(options: Mapping[str, Any]) -> dict[str, str]:
+    """Of the draft as it is on disk, and of the target that it was distilled for."""
+    from slipstream.models.load import find
     from slipstream.models.version import trained_for, version_of
 
     task = _task(options)
-    drafts = [describe(name).path for name in task.draft_models]
+    drafts = [find(name) for name in task.draft_models]
     exits = [] if task.plain else [member for member in members(task.draft) if member.startswith(EARLY_EXIT)]
     drafts += [head for one in exits if (head := Path(one.removeprefix(EARLY_EXIT))).is_dir()]
     return {
-        "target_version": version_of(describe(task.model).path),
         "draft_version": ",".join(filter(None, map(version_of, drafts))),
         "draft_trained_for": next(filter(None, map(trained_for, drafts)), ""),
     }

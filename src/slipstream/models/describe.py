@@ -12,12 +12,12 @@ from slipstream.models import registry
 from slipstream.models.load import (
     _HUB_FILES,
     _check_hub_reachable,
-    _find,
     _first_line,
     _Folder,
     _foreign_head,
     _safetensors_shapes,
     _weight_files,
+    find,
 )
 from slipstream.models.shapes import Shape
 
@@ -98,9 +98,9 @@ def _locate(name: str) -> Path:
     try:
         here = Path(name).expanduser().exists() or registry.resolve(name) is not None
     except (OSError, ValueError, RuntimeError):
-        here = True  # let _find say what is wrong
+        here = True  # let find say what is wrong
     looks_local = name in registry.SOURCES or name.startswith((".", "~", "/")) or name.count("/") != 1
-    return _find(name) if here or looks_local else _hub_configuration(name)
+    return find(name) if here or looks_local else _hub_configuration(name)
 
 
 def _hub_configuration(name: str) -> Path:

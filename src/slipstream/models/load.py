@@ -131,7 +131,7 @@ def auto_weights(*, on_cpu: bool, ours: bool, drafting: bool = False) -> str:
 
 
 def _open(name: str, kind: str, device: torch.device, tokenizer: Any | None) -> Checkpoint:
-    found = _find(name)
+    found = find(name)
     if found.is_file():
         return _open_gguf(found, name, kind, device, tokenizer)
     return _Folder(found, name).open(kind, device, tokenizer)
@@ -180,7 +180,7 @@ def _packed(weights: str, device: torch.device) -> str:
     return "fp32"
 
 
-def _find(name: str) -> Path:
+def find(name: str) -> Path:
     """The file or folder that ``name`` means."""
     if not name.strip():  # an empty path would be the current folder
         raise InputError(f"the model {name!r} has no name: give a model folder, a .gguf file, or a cached model's name")

@@ -48,7 +48,7 @@ class Metrics:
             return Histogram(f"slipstream_{name}", text, labels, buckets=tuple(buckets), registry=registry)
 
         self._info = Gauge("slipstream_info", "Always 1.", _INFO, registry=registry)
-        self._known = {"version": version, "target": target, "draft": draft}
+        self._labels = dict.fromkeys(_INFO, "") | {"version": version, "target": target, "draft": draft}
         self.runs({})
         self._http = counter("http_requests", "HTTP requests by status.", "method", "endpoint", "status")
         self._http_seconds = histogram(
@@ -152,9 +152,10 @@ class Metrics:
         self._renewals.labels(outcome).inc()
 
     def runs(self, versions: Mapping[str, str]) -> None:
-        """Which versions of target and draft run from now on: labels of ``slipstream_info``."""
+        """Labels of ``slipstream_info`` from now on; those that are not given stay."""
+        self._labels |= versions
         self._info.clear()
-        self._info.labels(**{**dict.fromkeys(_INFO, ""), **self._known, **versions}).set(1)
+        self._info.labels(**self._labels).set(1)
 
     # --- reading ------------------------------------------------------------------------------------------------------
 
