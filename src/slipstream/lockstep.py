@@ -8,9 +8,8 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from slipstream.drafters.base import Read
+from slipstream.drafters.base import Read, passed
 from slipstream.models.base import Item, forward_each
-from slipstream.models.exit_head import Exit
 
 Key = TypeVar("Key")
 Passes = Generator[Read, Tensor, Any]
@@ -44,7 +43,7 @@ def together(
         if not batch:
             continue
         start = perf_counter()
-        logits = _passed(first, [Item(r.tokens, r.cache, r.num_logits) for r in batch.values()])
+        logits = _passed(list(batch.values()))
         took(len(batch), sum(len(r.tokens) for r in batch.values()), perf_counter() - start)
         for key, rows in zip(batch, logits, strict=True):
             one = steps[key]
@@ -52,24 +51,25 @@ def together(
     return results
 
 
-def _passed(like: Read, items: Sequence[Item]) -> list[Tensor | Exception]:
-    """The pass that all of ``items`` wait for; it ends where that of ``like`` does."""
-    if like.exit is None:
-        return forward_each(like.model, items)
-    model: Any = like.model
-    before = [item.cache.ahead for item in items]
+def _passed(reads: Sequence[Read]) -> list[Tensor | Exception]:
+    """One pass for all of ``reads``, which are of one model and end at one layer."""
+    model, leave = reads[0].model, reads[0].exit
+    items = [Item(r.tokens, r.cache, r.num_logits) for r in reads]
+    if leave is None:
+        return forward_each(model, items)
+    before = [r.cache.ahead for r in reads]
     try:
-        return list(model.exit_early_batch(items, like.exit.layers, like.exit.head))
+        lean: Any = model
+        return list(lean.exit_early_batch(items, leave.layers, leave.head))
     except Exception:  # whose fault it is shows one by one
-        for item, ahead in zip(items, before, strict=True):
-            item.cache.ahead = ahead
-    return [_left_early(model, item, like.exit) for item in items]
+        for read, ahead in zip(reads, before, strict=True):
+            read.cache.ahead = ahead
+    return [_alone(read) for read in reads]
 
 
-def _left_early(model: Any, item: Item, leave: Exit) -> Tensor | Exception:
+def _alone(read: Read) -> Tensor | Exception:
     try:
-        logits: Tensor = model.exit_early(item.tokens, item.cache, leave.layers, item.num_logits, leave.head)
-        return logits
+        return passed(read)
     except Exception as error:
         return error
 

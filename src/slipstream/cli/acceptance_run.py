@@ -22,7 +22,7 @@ from slipstream.measure.files import check_writable
 if TYPE_CHECKING:
     from slipstream.measure.ledger import Ledger
     from slipstream.measure.planning import Gathered, Subject
-    from slipstream.plan import Acceptance, Estimate
+    from slipstream.plan import Acceptance
 
 FORMAT = 1
 
@@ -114,25 +114,20 @@ def _deliver(task: AcceptanceTask, rates: Sequence[Acceptance], found: Gathered)
 
 def table(rates: Sequence[Acceptance]) -> str:
     """Plain text: rates by rule and sampling, then positions and categories of the first one of each draft."""
+    from slipstream.cli.plan_report import with_interval
+
     lines: list[str] = []
     for draft in dict.fromkeys(a.draft for a in rates):
         own = [a for a in rates if a.draft == draft]
         lines += [f"{draft} ({own[0].rate.how})", f"  {'rule':<14}{'temperature':>12}{'top p':>8}   accepted (95 %)"]
         for a in own:
-            shown = _with_interval(a.rate, 3)
+            shown = with_interval(a.rate, digits=3)
             shown += " *" if a.sampling != own[0].sampling else ""
             lines.append(f"  {a.rule:<14}{a.sampling.temperature:>12g}{a.sampling.top_p:>8g}   {shown}")
         if len({a.sampling for a in own}) > 1:
             lines.append("  *: of the same answers, which were sampled as in the first line")
-        positions = ", ".join(_with_interval(q) for q in own[0].positions)
+        positions = ", ".join(with_interval(q) for q in own[0].positions)
         lines.append(f"  by position ({own[0].rule}, given that the ones before were accepted): {positions}")
-        categories = ", ".join(f"{c} {_with_interval(e)}" for c, e in own[0].categories.items())
+        categories = ", ".join(f"{c} {with_interval(e)}" for c, e in own[0].categories.items())
         lines += [f"  by category: {categories}", ""]
     return "\n".join(lines) + ("\n" if lines else "")
-
-
-def _with_interval(rate: Estimate, digits: int = 2) -> str:
-    shown = f"{rate.value:.{digits}f}"
-    if rate.low is None or rate.high is None:
-        return shown
-    return f"{shown} ({rate.low:.{digits}f} to {rate.high:.{digits}f})"

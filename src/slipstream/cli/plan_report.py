@@ -92,7 +92,7 @@ def _choice_rows(plan: Plan, choices: Sequence[Candidate]) -> Iterator[tuple[str
         yield (
             short(plan, c.draft),
             str(c.k),
-            _with_interval(c.speed_up, "x"),
+            with_interval(c.speed_up, "x"),
             f"{c.whole_answer.value:.2f}x",
             _share(c.acceptance),
             f"{c.tokens_per_round.value:.2f}",
@@ -119,7 +119,7 @@ def _acceptance_rows(plan: Plan) -> Iterator[tuple[str, ...]]:
             a.rule,
             f"{a.sampling.temperature:g}",
             f"{a.sampling.top_p:g}",
-            _with_interval(a.rate, ""),
+            with_interval(a.rate),
             *(later + [_NONE] * 3)[:3],
         )
 
@@ -171,13 +171,13 @@ def _seconds(value: float) -> str:
 
 
 def _check_row(c: Checked) -> tuple[str, ...]:
-    return (c.category, f"{c.predicted.value:.2f}x", _with_interval(c.measured, "x"), f"{c.error:+.1%}")
+    return (c.category, f"{c.predicted.value:.2f}x", with_interval(c.measured, "x"), f"{c.error:+.1%}")
 
 
-def _with_interval(e: Estimate, unit: str) -> str:
-    if e.low is None or e.high is None:
-        return f"{e.value:.2f}{unit}"
-    return f"{e.value:.2f}{unit} ({e.low:.2f} to {e.high:.2f})"
+def with_interval(e: Estimate, unit: str = "", digits: int = 2) -> str:
+    """A figure, and its interval if it has one."""
+    shown = f"{e.value:.{digits}f}{unit}"
+    return shown if e.low is None or e.high is None else f"{shown} ({e.low:.{digits}f} to {e.high:.{digits}f})"
 
 
 def _share(e: Estimate | None) -> str:
@@ -251,7 +251,7 @@ def html(plan: Plan) -> str:
 def _figures(plan: Plan) -> Iterator[tuple[str, str, str]]:
     verdict = plan.verdict
     of = "of whole answers" if plan.asked.objective == "latency" else "after the first token"
-    yield _with_interval(verdict.speed_up, "x"), f"speed-up {of}", verdict.speed_up.how
+    yield with_interval(verdict.speed_up, "x"), f"speed-up {of}", verdict.speed_up.how
     if plan.validation is not None:
         whole = plan.validation.overall
         said = f"after the first token, in a real run; {whole.predicted.value:.2f}x was predicted for it"

@@ -21,6 +21,13 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 _LOG_FORMATS = ("json", "text")
 _LOG_LEVELS = ("debug", "info", "warning", "error")
 _COUNT = click.IntRange(1)
+#: Defaults of the options about captures, which mean nothing without --capture.
+_CAPTURE: dict[str, Any] = {
+    "capture_rate": 1.0,
+    "capture_size": "1GB",
+    "capture_file_size": "64MB",
+    "capture_redact": None,
+}
 
 
 def _new_key(ctx: click.Context, _: click.Parameter, asked: bool) -> None:
@@ -81,10 +88,23 @@ _OPTIONS = (
     click.option("--log-prompts", is_flag=True, help="Log what was asked and answered, too."),
     click.option("--capture", metavar="DIR", help="Keep prompts and answers there, to train drafts with."),
     click.option(
-        "--capture-rate", type=click.FloatRange(0, 1, min_open=True), default=1.0, help="Share of answers to keep (1)."
+        "--capture-rate",
+        default=_CAPTURE["capture_rate"],
+        type=click.FloatRange(0, 1, min_open=True),
+        help="Share of answers to keep (1).",
     ),
-    click.option("--capture-size", default="1GB", metavar="SIZE", help="Of all files; the oldest go (default: 1GB)."),
-    click.option("--capture-file-size", default="64MB", metavar="SIZE", help="Of one file (default: 64MB)."),
+    click.option(
+        "--capture-size",
+        default=_CAPTURE["capture_size"],
+        metavar="SIZE",
+        help="Of all files; the oldest go (default: 1GB).",
+    ),
+    click.option(
+        "--capture-file-size",
+        default=_CAPTURE["capture_file_size"],
+        metavar="SIZE",
+        help="Of one file (default: 64MB).",
+    ),
     click.option("--capture-redact", metavar="MODULE:FUNCTION", help="Changes a record, or drops it, before writing."),
 )
 
@@ -150,8 +170,7 @@ def _capture(options: Mapping[str, Any]) -> CaptureSettings | None:
     from slipstream.serve.capture import CaptureSettings
 
     if options["capture"] is None:
-        defaults = {"capture_rate": 1.0, "capture_size": "1GB", "capture_file_size": "64MB", "capture_redact": None}
-        for name, default in defaults.items():
+        for name, default in _CAPTURE.items():
             if options[name] != default:
                 raise InputError(f"--{name.replace('_', '-')} is about --capture DIR, which is missing; add it")
         return None

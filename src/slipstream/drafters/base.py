@@ -79,13 +79,14 @@ def run(steps: Generator[Read, Tensor, Outcome]) -> Outcome:
     try:
         read = next(steps)
         while True:
-            read = steps.send(_passed(read))
+            read = steps.send(passed(read))
     except StopIteration as done:
         outcome: Outcome = done.value
         return outcome
 
 
-def _passed(read: Read) -> Tensor:
+def passed(read: Read) -> Tensor:
+    """What ``read`` asks for, by a pass of its own."""
     model: Any = read.model
     if read.exit is None:
         return feed(model, read.tokens, read.cache, read.num_logits)
