@@ -352,6 +352,8 @@ def test_weights_and_devices(plain_pair: tuple[Description, Description]) -> Non
             70e9,
             74e9,
         ),
+        ({"quant_method": "awq", "bits": "4", "group_size": math.inf, "w_bit": math.inf}, 4, 36e9, 42e9),
+        ({"quant_method": "fp8", "bits": True}, 8, 70e9, 74e9),
     ],
 )
 def test_a_quantised_checkpoint_without_weights_needs_what_its_bits_say(

@@ -230,13 +230,15 @@ def quantised_bits(stated: Mapping[str, Any]) -> int | None:
 
 
 def _stated(stated: Mapping[str, Any], *names: str) -> float | None:
-    """The first positive number under one of these names, in parts of the configuration too."""
+    """The first number that can be under one of these names, in parts of the configuration too."""
     for name, value in stated.items():
         if isinstance(value, Mapping):
             value = _stated(value, *names)
         elif name not in names:
             continue
-        if isinstance(value, int | float) and value > 0:
+        if isinstance(value, str) and value.isdecimal():
+            value = int(value)
+        if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf:
             return value
     return None
 
