@@ -4,9 +4,9 @@
         [-n 128] [-t 0] [--repeats 2] [--out FILE] [--plot docs/predictions.svg]
     python benchmarks/predictions.py --from FILE [--plot FILE]       # draw what was saved
 
-First everything is predicted, from plain answers, one pass of each model over them, and timed rounds. Then each draft
-with each k really answers the same prompts, in turn with plain decoding. Prints a table and, as the last line, one
-JSON document. An interrupted run goes on where it was if it is called again.
+Everything is predicted from plain answers, one pass of each model over them, and timed rounds. Each draft with each k
+really answers the same prompts, in turn with plain decoding. Rounds are timed before, between and after these answers,
+since a shared machine has slow and fast minutes. Prints a table and, as the last line, one JSON document. An interrupted run goes on where it was if it is called again.
 """
 
 from __future__ import annotations
@@ -38,6 +38,9 @@ from slipstream.measure.prediction import predict
 from slipstream.measure.prompts import BenchPrompt, read_prompts
 from slipstream.measure.rounds import TURNS
 
+#: By draft and k.
+Measured = dict[tuple[str, int], list[Point]]
+
 
 def chosen(source: str | None, each: int) -> list[BenchPrompt]:
     """The first ``each`` prompts of every category."""
@@ -57,22 +60,26 @@ def gathered(subject: Subject, ledger: Ledger, into: Gathered) -> Iterator[str]:
     yield from planning.gather_rounds(subject, ledger, into)
 
 
-def measured(subject: Subject, ks: Sequence[int], repeats: int, ledger: Ledger) -> dict[tuple[str, int], list[Point]]:
-    """Real answers, by draft and k; one draft after the other, each beside plain decoding."""
-    found: dict[tuple[str, int], list[Point]] = {}
-    for draft in subject.drafters:
-        name = f"measured {draft} {ks} {repeats}"
-        if name not in ledger:
-            into: dict[int, list[Point]] = {}
-            real = RealRun(draft, tuple(ks), subject.prompts, repeats)
-            follow(planning.run_for_real(subject, real, into), real.steps)
-            ledger.put(name, {str(k): to_json(points) for k, points in into.items()})
-        for k, points in ledger[name].items():
-            found[draft, int(k)] = [from_json(Point, point, name) for point in points]
-    return found
+def measured(subject: Subject, ks: Sequence[int], repeats: int, ledger: Ledger, found: Gathered) -> Measured:
+    """Real answers, by draft and k, each beside plain decoding; rounds are timed again behind each repeat."""
+    points: Measured = {}
+    timed = 2 * (TURNS + 1) * (1 + len(subject.bases))  # at most: at two contexts
+    for repeat in range(repeats):
+        for draft in subject.drafters:
+            name = f"measured {draft} {ks} {repeat}"
+            if name not in ledger:
+                into: dict[int, list[Point]] = {}
+                real = RealRun(draft, tuple(ks), subject.prompts, 1)
+                other = replace(subject, params=replace(subject.params, seed=repeat))
+                follow(planning.run_for_real(other, real, into), real.steps)
+                ledger.put(name, {str(k): to_json(some) for k, some in into.items()})
+            for k, some in ledger[name].items():
+                points.setdefault((draft, int(k)), []).extend(from_json(Point, one, name) for one in some)
+        follow(planning.gather_rounds(subject, ledger, found, again=repeat + 1), timed)
+    return points
 
 
-def compared(subject: Subject, found: Gathered, real: dict[tuple[str, int], list[Point]]) -> list[dict[str, Any]]:
+def compared(subject: Subject, found: Gathered, real: Measured) -> list[dict[str, Any]]:
     """Predicted and measured speed-up after the first token, for each draft, k and category."""
     rows = []
     for (draft, k), points in real.items():
@@ -106,7 +113,7 @@ def run(given: argparse.Namespace) -> dict[str, Any]:
     usable = {name: d for name, d in subject.drafters.items() if name not in found.failed}
     subject = replace(subject, drafters=usable)
     ks = [int(k) for k in given.k.split(",")]
-    real = measured(subject, ks, given.repeats, ledger)
+    real = measured(subject, ks, given.repeats, ledger, found)
     rows = compared(subject, found, real)
     ledger.done()
     return {

@@ -122,6 +122,12 @@ async def first_tokens(way: Way, short: Any, long_text: str, count: int) -> dict
         return {"idle": idle, "during": during, "long": [(await reading).first]}
 
 
+def unseen(messages: Sequence[Any], mark: str) -> list[Any]:
+    """The same with a mark in front, so that no way finds a prompt of another in a prefix cache."""
+    first, *others = messages
+    return [{**first, "content": f"[{mark}] {first['content']}"}, *others]
+
+
 def measure(ways: Sequence[Way], prompts: Sequence[Any], given: argparse.Namespace) -> list[dict[str, Any]]:
     """Rows of the table."""
     found: dict[tuple[int, str], list[dict[str, float]]] = {}
@@ -130,8 +136,9 @@ def measure(ways: Sequence[Way], prompts: Sequence[Any], given: argparse.Namespa
     for turn in range(given.turns):
         for level in given.levels:
             count = max(given.least, given.each * level)
-            messages = [prompts[(turn * count + i) % len(prompts)] for i in range(count)]
-            for way in ways if turn % 2 == 0 else list(reversed(ways)):
+            chosen = [prompts[(turn * count + i) % len(prompts)] for i in range(count)]
+            for number, way in list(enumerate(ways))[:: 1 if turn % 2 == 0 else -1]:
+                messages = [unseen(one, f"{level}.{turn}.{number}") for one in chosen]
                 found.setdefault((level, way.name), []).append(asyncio.run(load(way, messages, level, given.new)))
     rows = []
     for level in given.levels:
@@ -247,7 +254,7 @@ def main() -> None:
     if firsts is not None:
         show_first_tokens(firsts)
     document = {
-        "settings": {name: value for name, value in vars(given).items() if name != "out"},
+        "settings": {name: value for name, value in vars(given).items() if name not in ("out", "prompts")},
         "machine": describe_machine(torch.device("cpu")),
         "rows": rows,
         "first_tokens": firsts,

@@ -214,6 +214,7 @@ def test_an_interrupted_plan_goes_on_where_it_was(
 
     monkeypatch.setattr(planning, "gather_curves", interrupted)
     args = ["plan", tiny_checkpoint, "--prompts", here / "prompts.jsonl", "-n", 12, "--out", here / "plan.json"]
+    args += ["--no-check"]
     first = invoke(*args)
     assert (first.exit_code, (here / "plan.json").exists()) == (130, False)
     assert "the same command goes on" in first.stderr

@@ -151,3 +151,22 @@ def test_requests_that_exit_early_share_passes_in_a_batch(monkeypatch: pytest.Mo
         costs = batched(Gathered(curves={PLAIN: shared}), drafter, lambda _: alone, 4)(64)
         assert (costs.plain, costs.rows(3), costs.rows(3, 0)) == pytest.approx((1.0, 0.8, 1.0))
         assert costs.step == pytest.approx(0.4)
+
+
+def test_rounds_that_are_timed_again_count_as_much_as_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that slows down between timing and answering is in both."""
+    clock, model = Rows(monkeypatch), make_target()
+    subject = subject_of(model, drafters(model, 0.7))
+    found = gathered(subject)
+    before = {name: list(some) for name, some in found.rounds.items()}
+    ledger: Any = Memory()
+    clock.pace = 3.0
+    list(planning.gather_rounds(subject, ledger, found, turns=1, again=1))
+    clock.pace = 5.0
+    list(planning.gather_rounds(subject, ledger, found, turns=1, again=2))
+    assert {name: len(some) for name, some in found.rounds.items()} == {name: len(some) for name, some in before.items()}
+    for name, some in found.rounds.items():
+        for (context, costs), (same, first) in zip(some, before[name], strict=True):
+            assert context == same
+            assert costs.verify == pytest.approx({n: 3 * seconds for n, seconds in first.verify.items()})
+            assert costs.step == pytest.approx(3 * first.step)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from slipstream.measure.ledger import Ledger
     from slipstream.measure.plan_build import Made, Wish
     from slipstream.measure.planning import Gathered, Point, Subject
-    from slipstream.plan import Plan
+    from slipstream.plan import Plan, Validation
     from slipstream.types import SamplingParams
 
 #: Batch sizes that are looked at beside the one that is asked for.
@@ -160,32 +160,44 @@ def gather(subject: Subject, ledger: Ledger, into: Gathered, batches: tuple[int,
 
 
 def make(task: PlanTask, subject: Subject, pairs: Pairs, ledger: Ledger) -> Plan:
-    """The plan with its validation."""
+    """The plan with a short real run of the best way; if that is far from what was predicted, both are repeated."""
     from slipstream.measure import planning
-    from slipstream.measure.plan_build import make_plan
+    from slipstream.measure.plan_build import make_plan, validation
     from slipstream.measure.rounds import TURNS
 
     found = planning.Gathered()
     about = 2 * (TURNS + 1) * (1 + len(subject.bases))
     total = planning.text_steps(subject) + len(subject.prompts) + about + planning.curve_steps(subject)
     follow(gather(subject, ledger, found, task.batches), total, task.no_color)
-    wish = _wish(task, pairs, found)
-    made = make_plan(subject, found, wish, _about(subject), TURNS)
+    def make_it(turns: int) -> Made:
+        return make_plan(subject, found, _wish(task, pairs, found), _about(subject), turns)
+
+    made = make_it(TURNS)
     if task.no_check or made.decision.option is None:
         return made.plan
-    return _checked(task, subject, made, found, ledger)
-
-
-def _checked(task: PlanTask, subject: Subject, made: Made, found: Gathered, ledger: Ledger) -> Plan:
-    """The plan beside a short real run of the best way; one that is far off is repeated, as a machine may be busy."""
-    from slipstream.measure.plan_build import contradiction, validation
-
-    once = _real_run(subject, made, ledger, task)
-    checked = validation(made, subject, found, once)
+    points = _real_run(subject, made, ledger, task)
+    checked = validation(made, subject, found, points)
     if checked is not None and not checked.within:
+        # The machine may have changed its pace since rounds were timed: both sides once more.
+        follow(planning.gather_rounds(subject, ledger, found, again=1), about, task.no_color)
+        once, made = _winner(made), make_it(2 * TURNS)
+        if made.decision.option is None:
+            return made.plan
         again = _real_run(subject, made, ledger, task, _REPEATS)
-        checked = validation(made, subject, found, [*once, *again])
-    plan = replace(made.plan, validation=checked)
+        checked = validation(made, subject, found, [*points, *again] if _winner(made) == once else again)
+    return _with_check(task, made.plan, checked)
+
+
+def _winner(made: Made) -> tuple[str, int] | None:
+    option, best = made.decision.option, made.decision.prediction
+    return None if option is None or best is None else (option.draft, best.k)
+
+
+def _with_check(task: PlanTask, plan: Plan, checked: Validation | None) -> Plan:
+    """The plan beside what its short real run has shown."""
+    from slipstream.measure.plan_build import contradiction
+
+    plan = replace(plan, validation=checked)
     if checked is None:
         said = f"The prediction was not checked: answers this short never kept {task.batch} places busy at once."
         plan = replace(plan, notes=(said, *plan.notes))

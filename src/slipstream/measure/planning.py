@@ -16,7 +16,7 @@ from slipstream.measure.acceptance import Trail
 from slipstream.measure.bench import Own
 from slipstream.measure.curves import Curve, Kept, grid, keep, measure_curve, steps
 from slipstream.measure.ledger import Ledger
-from slipstream.measure.prediction import Case, CostsAt, RoundCosts, between
+from slipstream.measure.prediction import Case, CostsAt, RoundCosts, between, mixed
 from slipstream.measure.prompts import BenchPrompt
 from slipstream.measure.replay import Start
 from slipstream.measure.rounds import ROWS, Timed, Timing, time_rounds
@@ -172,14 +172,20 @@ def contexts(texts: Sequence[Text], limit: int | None) -> list[int]:
     return [max(2, n if most is None else min(n, most)) for n in found]
 
 
-def gather_rounds(subject: Subject, ledger: Ledger, into: Gathered, turns: int = ROUND_TURNS) -> Iterator[str]:
-    """What rounds take: of every base drafter, and without one. All are in each other's turns."""
+def gather_rounds(
+    subject: Subject, ledger: Ledger, into: Gathered, turns: int = ROUND_TURNS, *, again: int = 0
+) -> Iterator[str]:
+    """What rounds take: of every base drafter, and without one. All are in each other's turns.
+
+    A machine that is shared has slow and fast minutes, and one row slows down more than five. ``again`` is how often
+    they were timed before: costs are then the mean of all times.
+    """
     bases: dict[str, Drafter] = {PLAIN: NoDrafter(), **subject.bases}
     if subject.params.temperature > 0 and any(map(has_model, bases.values())):
         bases[DRAWN] = NoDrafter()
     bases = {name: one for name, one in bases.items() if name not in into.failed}
     for context in contexts(into.texts, _limit(subject)):
-        name = f"rounds {context}"
+        name = f"rounds {context}" + (f", again {again}" if again else "")
         if name in ledger:
             yield f"rounds behind {context} tokens: known"
         else:
@@ -188,7 +194,15 @@ def gather_rounds(subject: Subject, ledger: Ledger, into: Gathered, turns: int =
             done = {b: to_json(t.costs()) for b, t in timed.items()}
             ledger.put(name, {b: costs for b, costs in done.items() if b not in into.failed})
         for base, entry in ledger[name].items():
-            into.rounds.setdefault(base, []).append((context, from_json(RoundCosts, entry, name)))
+            _keep_costs(into.rounds.setdefault(base, []), context, from_json(RoundCosts, entry, name), again)
+
+
+def _keep_costs(known: list[tuple[int, RoundCosts]], context: int, costs: RoundCosts, again: int) -> None:
+    for i, (place, earlier) in enumerate(known):
+        if place == context:
+            known[i] = (context, mixed(earlier, costs, 1 / (again + 1)))
+            return
+    known.append((context, costs))
 
 
 def _time_together(

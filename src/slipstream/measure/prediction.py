@@ -104,20 +104,22 @@ def between(short: tuple[int, RoundCosts], long: tuple[int, RoundCosts]) -> Call
     (a, low), (b, high) = short, long
 
     def at(context: float) -> RoundCosts:
-        if a == b:
-            return low
-        share = min(max((context - a) / (b - a), -0.5), 1.5)
-
-        def mixed(x: float, y: float) -> float:
-            return max(x + (y - x) * share, 0.0)
-
-        curves = ((low.verify, high.verify), (low.copied, high.copied))
-        verify, copied = ({n: mixed(x[n], y[n]) for n in x if n in y} for x, y in curves)
-        names = ("call", "step", "read", "prompt")
-        call, step, read, prompt = (mixed(getattr(low, name), getattr(high, name)) for name in names)
-        return RoundCosts(verify, call, step, read, prompt, copied)
+        return low if a == b else mixed(low, high, min(max((context - a) / (b - a), -0.5), 1.5))
 
     return at
+
+
+def mixed(low: RoundCosts, high: RoundCosts, share: float) -> RoundCosts:
+    """``low`` for a share of 0, ``high`` for 1, in a straight line; of the rows that both know."""
+
+    def along(x: float, y: float) -> float:
+        return max(x + (y - x) * share, 0.0)
+
+    curves = ((low.verify, high.verify), (low.copied, high.copied))
+    verify, copied = ({n: along(x[n], y[n]) for n in x if n in y} for x, y in curves)
+    names = ("call", "step", "read", "prompt")
+    call, step, read, prompt = (along(getattr(low, name), getattr(high, name)) for name in names)
+    return RoundCosts(verify, call, step, read, prompt, copied)
 
 
 @dataclass(frozen=True)
