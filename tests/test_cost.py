@@ -220,10 +220,60 @@ def test_it_says_no_where_nothing_is_saved() -> None:
     assert "retraining costs more than is saved" in dear.stdout
 
 
+def test_it_says_what_a_slow_draft_costs() -> None:
+    """It said that no server less was needed where twice as many were."""
+    assert "4 servers would become 8, for $15,184 a month more." in invoke(*CHATBOT, "--speed-up", 0.5).stdout
+
+
+def test_a_predicted_speed_up_names_its_k() -> None:
+    found = document(*CHATBOT, "--acceptance", 0.72, "--draft-cost", 0.07, "--row-cost", 0.01, "-k", 4)["inputs"]
+    assert found["speed-up"]["value"] == pytest.approx(2.18, abs=0.005)
+    assert found["speed-up"]["how"].endswith("at k = 4")
+
+
+def test_retraining_that_no_saving_pays_for() -> None:
+    """Servers were counted down one by one, for ever where there were many."""
+    service = Service(1e15, 250, 1e-9, 1.0, 2.0, training=1e15, retraining_months=1e-9)
+    assert break_even_speed_up(service) is None
+    assert break_even_speed_up(chatbot(training=1e6, retraining_months=1.0)) is None
+    assert break_even_speed_up(chatbot(training=4000.0, retraining_months=1.0)) == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize("text", ["server = 5", "server = [1, 2]", "[server]\nname = 'a'", "server = 'x'", ""])
+def test_price_tables_of_another_layout(tmp_path: Path, text: str) -> None:
+    """Each was a traceback, but for the empty one."""
+    (tmp_path / "prices.toml").write_text(text)
+    result = invoke("--list-prices", "--prices", tmp_path / "prices.toml")
+    assert result.exit_code == 2
+    assert "no [[server]] tables" in result.stderr
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"machine": "x"},
+        {"contenders": [{}]},
+        {"contenders": None},
+        {"passes": {"target": [{"rows": 1}]}},
+        {"passes": {"target": [{"rows": "x", "v": {"median": 1}}]}},
+    ],
+)
+def test_measurements_that_were_changed_by_hand(tmp_path: Path, change: dict[str, Any]) -> None:
+    """Each was a traceback."""
+    row = {"whole_answer_speed_up": {"median": 2.0}, "total_tokens_per_second": 9.0}
+    found = {"format": 1, "best": "suffix k=4", "overall": {"plain": row, "suffix k=4": row}} | change
+    (tmp_path / "result.json").write_text(json.dumps(found))
+    result = invoke("--from", tmp_path / "result.json", *CHATBOT)
+    assert result.exit_code == 2
+    assert "was changed by hand" in result.stderr
+
+
 @pytest.mark.parametrize(
     ("args", "fragment"),
     [
         ((), "the load is missing"),
+        ((*CHATBOT, "--acceptance", 0.5, "--draft-cost", 0.1, "--row-cost", -0.2), "a further row of -0.2"),
+        ((*CHATBOT, *PREDICTED[:4], "-k", 10**8, "--acceptance", 0.5), "-k 100000000"),
         (("--requests-per-day", 1), "the price is missing"),
         (CHATBOT, "the speed-up is missing"),
         ((*CHATBOT, "--server", "runpod-h100", "--speed-up", 2), "--price and --server"),

@@ -27,7 +27,7 @@ from slipstream import InputError
 from slipstream.cli.main import cli
 from slipstream.measure.doctor import Finding, Setting, compare, examine
 from slipstream.measure.engines import CONDITIONS, Facts, read_combinations, that_apply
-from slipstream.measure.footprint import Load, cache_bytes, need, peak, step_bytes
+from slipstream.measure.footprint import Load, Need, cache_bytes, need, peak, step_bytes, together
 from slipstream.measure.peak import Peak, Trial, measure_peak
 from slipstream.models.describe import Description, describe, llama_shapes
 from slipstream.models.load import load_model
@@ -451,6 +451,40 @@ def test_options_without_a_meaning(pair_70b: tuple[Path, Path], args: tuple[obje
     assert fragment in result.stderr
 
 
+def test_a_tokenizer_with_more_ids_than_the_target_has_rows(tmp_path: Path) -> None:
+    """Nothing was said, and the first text with such an id had no embedding."""
+    target = describe(str(bare(tmp_path / "target", small(vocab_size=100), byte_tokenizer())))
+    found = of(examine(target, None, setting()).findings, "tokenizer")
+    assert found.level == "warning"
+    assert "only 100 rows" in found.what
+
+
+def test_layers_beside_a_whole_model_do_not_limit_k(
+    tmp_path: Path, plain_pair: tuple[Description, Description]
+) -> None:
+    """Models that were trained to predict several tokens say with how many layers; as a draft they go on by passes."""
+    folder = bare(tmp_path / "several", small(), byte_tokenizer(), num_nextn_predict_layers=1)
+    assert not examine(plain_pair[0], describe(str(folder)), setting(k=4)).blocked
+
+
+def test_drafts_that_are_not_one_model(plain_pair: tuple[Description, Description]) -> None:
+    """`suffix` was looked for on the hub."""
+    target, draft = (str(model.path) for model in plain_pair)
+    assert invoke(target, "--draft", "suffix").exit_code == 0
+    assert invoke(target, "--draft", "early-exit:1").exit_code == 0
+    both = invoke(target, "--draft", f"suffix,{draft}")
+    assert "identical" in both.stdout
+    assert f"--drafts suffix+{draft}" in both.stderr
+    for given, fragment in (
+        ("early-exit:9", "of its 2 layers"),
+        (f"{draft},{target}", "not one model"),
+        ("none", "none"),
+    ):
+        result = invoke(target, "--draft", given)
+        assert result.exit_code == 2
+        assert fragment in result.stderr
+
+
 # --- engines ----------------------------------------------------------------------------------------------------------
 
 
@@ -467,6 +501,25 @@ def facts(**changes: Any) -> Facts:
         "draft_quantised": False,
     }
     return Facts(**(given | changes))
+
+
+@pytest.mark.parametrize(
+    ("text", "fragment"),
+    [
+        ("combination = 5", "no [[combination]] tables"),
+        ("combination = [1]", "no [[combination]] tables"),
+        ("[combination]\nengine = 'x'", "no [[combination]] tables"),
+        ("[[combination]]\nengine = 5\nwhen = 'always'", "engine = 5"),
+        ("[[combination]]\nengine = 'x'\nwhen = []", "when = []"),
+    ],
+)
+def test_tables_of_another_layout(tmp_path: Path, text: str, fragment: str) -> None:
+    """Each was a traceback."""
+    rest = "".join(f"\n{entry} = 'note'" for entry in ("severity", "what", "do", "date", "source"))
+    (tmp_path / "engines.toml").write_text(text + rest)
+    with pytest.raises(InputError) as raised:
+        read_combinations(str(tmp_path / "engines.toml"))
+    assert fragment in str(raised.value)
 
 
 def test_every_combination_has_a_date_a_source_and_something_to_do() -> None:
@@ -558,6 +611,14 @@ def test_a_cache_is_as_large_as_predicted(tmp_path: Path) -> None:
     cache.reserve(256)
     assert cache.store.nbytes == cache_bytes(describe(str(folder)), 256, 4)
     assert need(describe(str(folder)), "fp16", Load(256, 3, 5)).cache == 3 * cache.store.nbytes
+
+
+def test_models_of_a_cascade_are_all_held() -> None:
+    """Only the largest was counted."""
+    a, b = Need(10, 15, 3, 2), Need(20, 22, 1, 5)
+    assert together([a, b]) == Need(weights=30, loading=32, cache=4, activations=5)
+    assert together([a]) == a
+    assert together([]) is None
 
 
 def test_more_of_anything_needs_more_memory(plain_pair: tuple[Description, Description]) -> None:

@@ -21,7 +21,7 @@ from slipstream.cli.from_plan import recommended
 from slipstream.cli.main import cli
 from slipstream.cli.pairs import Wanted, parse_drafts
 from slipstream.cli.pairs import load as load_pairs
-from slipstream.cli.plan_report import crossover
+from slipstream.cli.plan_report import crossover, html, table
 from slipstream.cli.progress import follow
 from slipstream.drafters import SuffixDrafter
 from slipstream.fields import schema, to_json
@@ -83,6 +83,7 @@ def test_fields_that_nobody_knows_are_left_out(tmp_path: Path) -> None:
     ("change", "fragment"),
     [
         ({"kind": "something"}, "is no plan"),
+        ({"asked": {**example()["asked"], "rule": "typical"}}, r"asked\.rule is 'typical'; use 'block' or 'token'"),
         ({"format": 2}, "of format 2, and this version reads format 1"),
         ({"drafts": [{"name": "suffix"}]}, r"drafts\[0\] has no 'members'"),
         ({"verdict": {**example()["verdict"], "k": "four"}}, r"verdict\.k is 'four', which is not a whole number"),
@@ -104,9 +105,10 @@ def test_plans_that_cannot_be_read(tmp_path: Path, change: dict[str, Any], fragm
 def test_no_file_and_no_json(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="cannot be read"):
         load(str(tmp_path / "none.json"))
-    (tmp_path / "plan.json").write_text("{")
-    with pytest.raises(InputError, match="is not JSON"):
-        load(str(tmp_path / "plan.json"))
+    for text in ("{", "", EXAMPLE.read_text(encoding="utf-8")[:-40], "[" * 10**6):
+        (tmp_path / "plan.json").write_text(text)
+        with pytest.raises(InputError, match="is not JSON"):
+            load(str(tmp_path / "plan.json"))
 
 
 # --- the command ------------------------------------------------------------------------------------------------------
@@ -277,9 +279,18 @@ def test_a_real_run_that_contradicts_the_prediction_is_said_first() -> None:
     assert plan.validation is not None
     assert contradiction(plan) == []
     slower = replace(plan.validation.overall, measured=Estimate(0.9, "measured here"), error=1.1)
-    (said,) = contradiction(replace(plan, validation=replace(plan.validation, within=False, overall=slower)))
+    plan = replace(plan, validation=replace(plan.validation, within=False, overall=slower))
+    (said,) = contradiction(plan)
     assert "measured 0.90x where" in said
     assert said.endswith("speculation does not pay.")
+    plan = replace(plan, notes=(said, "Another note."))
+    lines = table(plan).splitlines()
+    assert lines[1] == said
+    assert lines[-1] == "Another note."
+    page = html(plan)
+    assert page.count("speculation does not pay.") == 1
+    assert page.index("speculation does not pay.") < page.index('class="figures"')
+    assert "#009e73" not in page.split("</style>")[0]
 
 
 def test_a_report_names_the_batch_from_which_plain_decoding_is_best() -> None:

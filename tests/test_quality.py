@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,7 +14,7 @@ from click.testing import CliRunner
 from conftest import byte_tokenizer, save_checkpoint
 from slipstream.cli.main import cli
 from slipstream.measure.quality import Problem, compare, mcnemar, program, score, statement
-from slipstream.measure.sandbox import Bounds, has_no_network, run_program
+from slipstream.measure.sandbox import _INSIDE, Bounds, has_no_network, run_program
 
 ADD = Problem(
     "t/0",
@@ -28,6 +31,10 @@ ADD = Problem(
         ("```python\ndef add(a, b):\n    return a + b\n```", "passed"),
         ("Here it is:\n```\ndef add(a, b):\n    return int(math.fsum((a, b)))", "passed"),
         ("```python\nx = 1\n```\nand\n```python\ndef add(a, b):\n    return a + b  # longer\n```", "passed"),
+        (
+            "```python\ndef add(a, b):\n    return a + b\n```\n```python\n# for example\nassert add(1, 2) == 3\n```",
+            "passed",
+        ),
         ("    return a - b\n", "failed"),
         ("I cannot do that.", "failed"),
         ("", "failed"),
@@ -126,6 +133,22 @@ def test_what_is_said() -> None:
     first, second = ({str(i): i % 3 > n for i in range(30)} for n in (0, 1))
     assert "more than chance" in statement(compare(first, second), 30)
     assert "statistically, speculation is the target" in statement(compare({"a": True}, {"a": False}), 1)
+
+
+def test_a_program_ends_though_nobody_is_left_to_end_it() -> None:
+    """One that slept went on for ever if the command that had started it was killed."""
+    done = subprocess.run(
+        [sys.executable, "-I", "-c", _INSIDE, "1", str(1 << 30)], input=b"word\nimport time\ntime.sleep(600)\n"
+    )
+    assert done.returncode == -signal.SIGALRM
+
+
+@pytest.mark.parametrize("seconds", ["0", "nan", "inf", "1e300"])
+def test_limits_of_time_without_a_meaning(seconds: str) -> None:
+    """Beyond what systems know as a time it was a traceback."""
+    result = CliRunner().invoke(cli, ["quality", "nothing", "--seconds", seconds])
+    assert result.exit_code == 2
+    assert "--seconds" in result.stderr
 
 
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib.resources import files
-from math import ceil
+from math import ceil, floor, inf
 from pathlib import Path
 from typing import Any
 
@@ -175,11 +175,10 @@ def payback_days(training: float, saved_an_hour: float) -> float | None:
 
 def break_even_speed_up(service: Service) -> float | None:
     """The lowest speed-up at which fewer servers save more than retraining costs; None if not even one server does."""
-    plain, training = service.servers(1.0), _training_a_month(service)
-    for servers in range(plain - 1, service.spare, -1):
-        if (plain - servers) * service.price * HOURS_A_MONTH > training:
-            return service.needed(1.0) / (servers - service.spare)
-    return None
+    # Strictly more must be saved than retraining costs, so at least one server less, and one more than it is worth.
+    fewer = floor(_training_a_month(service) / (service.price * HOURS_A_MONTH)) + 1
+    left = service.servers(1.0) - service.spare - fewer
+    return service.needed(1.0) / left if left > 0 else None
 
 
 def _training_a_month(service: Service) -> float:
@@ -264,10 +263,22 @@ def read_prices(path: str | None = None) -> dict[str, Price]:
     name = path or "the package's price table"
     try:
         text = Path(path).read_text(encoding="utf-8") if path else _own("prices.toml")
-        rows = tomllib.loads(text).get("server", [])
+        rows = tables(text, "server")
     except (OSError, ValueError) as error:
         raise InputError(f"{name} cannot be read ({error}); give a TOML file with [[server]] tables") from error
     return {row.name: row for row in (_price(row, name) for row in rows)}
+
+
+def tables(text: str, name: str) -> list[Mapping[str, Any]]:
+    """The ``[[name]]`` tables of a TOML text.
+
+    Raises:
+        ValueError: it is no TOML, has none of them, or something else under this name.
+    """
+    found = tomllib.loads(text).get(name)
+    if not isinstance(found, list) or not found or not all(isinstance(row, dict) for row in found):
+        raise ValueError(f"it has no [[{name}]] tables")
+    return found
 
 
 def _own(file: str) -> str:
@@ -279,7 +290,8 @@ def _price(row: Mapping[str, Any], where: str) -> Price:
         found = Price(**{key: str(row[key]) for key in ("name", "what", "date", "source")}, dollars=row["dollars"])
     except KeyError as error:
         raise InputError(f"a [[server]] of {where} has no {error.args[0]}; add it") from None
-    if isinstance(found.dollars, bool) or not isinstance(found.dollars, int | float) or not found.dollars > 0:
+    number = isinstance(found.dollars, int | float) and not isinstance(found.dollars, bool)
+    if not number or not 0 < found.dollars < inf:
         raise InputError(f"the price of {found.name} in {where} is {found.dollars!r}; use dollars above 0")
     return found
 

@@ -21,6 +21,8 @@ from slipstream.measure.files import write_whole
 FORMAT: Final = 1
 KIND: Final = "slipstream plan"
 
+#: Those of ``slipstream.verify``, which would import torch.
+RULES = ("block", "token")
 Objective = Literal["latency", "throughput"]
 Action = Literal["speculate", "plain"]
 #: Why: drafting pays; acceptance is below break-even; answers are too short for the draft's prompt to be earned back;
@@ -317,7 +319,7 @@ def load(path: str) -> Plan:
         raise InputError(
             f"the plan {path!r} cannot be read ({error.strerror}); give what `slipstream plan` wrote"
         ) from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(f"{path!r} is not JSON ({error}); give what `slipstream plan` wrote") from error
     if not isinstance(found, dict) or found.get("kind") != KIND:
         raise InputError(f"{path!r} is no plan; give what `slipstream plan` wrote")
@@ -327,6 +329,8 @@ def load(path: str) -> Plan:
             "anew with `slipstream plan`"
         )
     plan: Plan = from_json(Plan, found, repr(path))
+    if plan.asked.rule not in RULES:
+        raise InputError(f"{path!r}: asked.rule is {plan.asked.rule!r}; use {' or '.join(map(repr, RULES))}")
     names = {d.name for d in plan.drafts}
     if plan.verdict.action == "speculate" and (plan.verdict.draft not in names or plan.verdict.k < 1):
         raise InputError(f"{path!r} recommends a draft that it does not describe; make it anew with `slipstream plan`")

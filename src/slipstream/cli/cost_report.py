@@ -49,13 +49,20 @@ def sentence(report: Report) -> str:
     """The answer in one sentence."""
     found = report.verdict
     if found.net_a_month <= 0:
-        why = "no server less is needed" if found.saved_an_hour <= 0 else "retraining costs more than is saved"
-        return f"Speculation saves nothing here: {why}."
+        return f"Speculation saves nothing here: {_why_not(found)}."
     share = found.saved_an_hour / found.plain.an_hour
     return (
         f"Speculation saves {_dollars(found.net_a_month)} a month: {found.plain.servers} servers become "
         f"{found.speculative.servers}, {share:.0%} of the server costs."
     )
+
+
+def _why_not(found: Verdict) -> str:
+    plain, fast = found.plain.servers, found.speculative.servers
+    if fast > plain:
+        more = _dollars(-found.net_a_month)
+        return f"{plain} server{'' if plain == 1 else 's'} would become {fast}, for {more} a month more"
+    return "no server less is needed" if fast == plain else "retraining costs more than is saved"
 
 
 def _number(value: float) -> str:

@@ -23,12 +23,13 @@ from slipstream.economics import (
     verdict,
 )
 from slipstream.errors import InputError
-from slipstream.measure.expectation import Costs, acceptance_for, best, break_even, constant, speed_up
+from slipstream.measure.expectation import Choice, Costs, acceptance_for, best, break_even, constant, speed_up
 from slipstream.measure.files import check_writable, write_whole
 from slipstream.plan import Estimate, Plan
 from slipstream.plan import load as load_plan
 
 _TOKENS = 250.0
+_MOST_K = 1024
 
 
 @dataclass(frozen=True)
@@ -208,6 +209,8 @@ def _costs(task: CostTask, inputs: Inputs, measured: Measured | None) -> tuple[C
     """What drafting and verifying cost, if it is known, and k, if it is fixed."""
     if task.k is not None and task.k < 1:
         raise InputError(f"-k {task.k} drafts nothing; use 1 or more")
+    if task.k is not None and task.k > _MOST_K:
+        raise InputError(f"-k {task.k} is longer than any draft; use {_MOST_K} at most")
     if task.draft_cost is not None or task.row_cost is not None:
         if task.draft_cost is None or task.row_cost is None:
             raise InputError("--draft-cost and --row-cost belong together; give both")
@@ -235,8 +238,10 @@ def _speed_ups(
         )
     trained = inputs.put("acceptance, trained", task.trained_acceptance, "assumed: --trained-acceptance")
     # Relative to what is predicted for now, so that a measured speed-up stays the anchor.
-    after = now * _predicted(trained, costs, k) / _predicted(acceptance.value, costs, k)
-    return now, inputs.put("speed-up, trained", after, "predicted from acceptance, trained, and the costs c and b")
+    best_then = _predicted(trained, costs, k)
+    after = now * best_then.speed_up / _predicted(acceptance.value, costs, k).speed_up
+    how = f"predicted from acceptance, trained, and the costs c and b, at k = {best_then.k}"
+    return now, inputs.put("speed-up, trained", after, how)
 
 
 def _speed_up_now(
@@ -251,15 +256,19 @@ def _speed_up_now(
     if task.acceptance is not None:
         if costs is None:
             raise InputError("--acceptance alone gives no speed-up; add --draft-cost and --row-cost, or --from FILE")
-        value = _predicted(task.acceptance, costs, k)
-        return inputs.put("speed-up", value, "predicted from acceptance and the costs c and b")
+        found = _predicted(task.acceptance, costs, k)
+        how = f"predicted from acceptance and the costs c and b, at k = {found.k}"
+        return inputs.put("speed-up", found.speed_up, how)
     if measured is None:
         raise InputError("the speed-up is missing; give --speed-up, --acceptance with the costs, or --from FILE")
     return inputs.put("speed-up", measured.speed_up, measured.how)
 
 
-def _predicted(acceptance: float, costs: Costs, k: int | None) -> float:
-    return speed_up(constant(acceptance, k), costs) if k is not None else best(constant(acceptance), costs).speed_up
+def _predicted(acceptance: float, costs: Costs, k: int | None) -> Choice:
+    """At ``k``, or else at the best one."""
+    if k is None:
+        return best(constant(acceptance), costs)
+    return Choice(k, speed_up(constant(acceptance, k), costs))
 
 
 def _throughput(task: CostTask, inputs: Inputs, measured: Measured | None, service: Service) -> float:
@@ -347,10 +356,17 @@ def read_measured(path: str, contender: str | None) -> Measured:
     if not isinstance(found, dict) or found.get("format") != 1 or not isinstance(found.get("overall"), dict):
         raise InputError(f"--from {path!r} is no bench document of format 1; give what `slipstream bench --out` wrote")
     name = contender or found.get("best")
-    drafting = [n for n, row in found["overall"].items() if n != "plain" and row.get("whole_answer_speed_up")]
-    if name not in drafting or not found["overall"].get("plain"):
+    rows = {n: row for n, row in found["overall"].items() if isinstance(row, dict)}
+    drafting = [n for n, row in rows.items() if n != "plain" and row.get("whole_answer_speed_up")]
+    if name not in drafting or not rows.get("plain"):
         raise InputError(f"{path!r} has no contender {name!r} beside plain; use --contender with {', '.join(drafting)}")
-    return _measured(found, str(name), Path(path).name)
+    try:
+        return _measured(found, str(name), Path(path).name)
+    except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
+        raise InputError(
+            f"--from {path!r} was changed by hand, or is not whole ({type(error).__name__}: {error}); give what "
+            "`slipstream bench --out` wrote"
+        ) from error
 
 
 def _measured(found: Mapping[str, Any], name: str, file: str) -> Measured:

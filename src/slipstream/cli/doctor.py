@@ -21,7 +21,7 @@ Folders may hold config.json and tokenizer files only. Exit code 1: there is a b
 
 @click.command("doctor", epilog=_EXAMPLES)
 @click.argument("target", metavar="TARGET")
-@click.option("--draft", metavar="DRAFT", help="The draft model.")
+@click.option("--draft", metavar="DRAFT", help="The draft; what copies needs no model to compare.")
 @click.option("-k", type=int, default=4, metavar="K", help="Draft tokens in a round (default: 4).")
 @click.option("--context", type=int, default=2048, metavar="N", help="Tokens of prompt and answer (default: 2048).")
 @click.option("--batch", type=int, default=1, metavar="N", help="Sequences at once (default: 1).")

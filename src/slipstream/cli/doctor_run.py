@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from slipstream.cli.drafts import EARLY_EXIT, NONE, is_model, members
 from slipstream.cli.screen import next_step
 from slipstream.errors import InputError
 from slipstream.measure.doctor import Diagnosis, Finding, Setting, examine
@@ -65,7 +66,7 @@ def run(task: DoctorTask) -> int:
     examined = _examine(task)
     click.echo(json.dumps(document(examined)) if task.as_json else shown(examined), nl=task.as_json)
     if not examined.diagnosis.blocked and task.draft is not None:
-        next_step("plan", task.target, "--drafts", task.draft, "--prompts", "prompts.jsonl")
+        next_step("plan", task.target, "--drafts", task.draft.replace(",", "+"), "--prompts", "prompts.jsonl")
     return 1 if examined.diagnosis.blocked else 0
 
 
@@ -75,12 +76,31 @@ def _examine(task: DoctorTask) -> Examined:
             raise InputError(f"{option} {value} is too small; use 1 or more")
     table = _table(task)
     text = _text(task.text_file)
-    target, draft = describe(task.target), describe(task.draft) if task.draft is not None else None
+    target, name = describe(task.target), _draft_model(task.draft)
+    draft = describe(name) if name is not None else None
+    _check_early_exits(task.draft, target)
     setting = _setting(task, target, draft, text)
     diagnosis = examine(target, draft, setting, table)
     found, lines = (None, ()) if not task.measure else _measured(task, target, draft, setting, diagnosis)
     diagnosis = replace(diagnosis, findings=(*diagnosis.findings, *lines))
     return Examined(target, draft, setting, diagnosis, found)
+
+
+def _draft_model(given: str | None) -> str | None:
+    """The model among the members of ``--draft``; None if there is none to compare with."""
+    names = members(given) if given is not None else ()
+    models = [name for name in names if is_model(name)]
+    if NONE in names or len(models) > 1:
+        raise InputError(f"--draft {given!r} has not one model; examine one at a time, or leave --draft out")
+    return models[0] if models else None
+
+
+def _check_early_exits(given: str | None, target: Description) -> None:
+    from slipstream.drafters import check_early_exit
+
+    for name in members(given) if given is not None else ():
+        if name.startswith(EARLY_EXIT):
+            check_early_exit(name, target.config, target.name)
 
 
 def _table(task: DoctorTask) -> list[Combination]:

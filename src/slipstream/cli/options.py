@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from slipstream.plan import RULES
+
 if TYPE_CHECKING:
     from slipstream.types import SamplingParams
 
@@ -15,8 +17,6 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 #: What -k takes besides a number.
 POLICIES = ("adaptive", "halving")
 WEIGHTS = ("auto", "fp32", "bf16", "fp16", "int8")
-#: Those of ``slipstream.verify``, which would import torch.
-RULES = ("block", "token")
 
 # Without a default here: what is not given keeps the default of SamplingParams.
 _SAMPLING = (

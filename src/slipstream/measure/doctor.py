@@ -24,7 +24,7 @@ _TIGHT = 0.85
 #: A draft of more than this share of the target's bytes can hardly pay.
 _LARGE_DRAFT = 0.5
 #: Entries of a draft's config.json that limit how many tokens it drafts at once.
-_BLOCK_SIZES = ("block_size", "num_speculative_tokens", "n_predict", "num_nextn_predict_layers")
+_BLOCK_SIZES = ("block_size", "num_speculative_tokens", "n_predict")
 _CHAT = (
     {"role": "user", "content": "What is a tide?"},
     {"role": "assistant", "content": "The rise and fall of the sea."},
@@ -105,7 +105,7 @@ def examine(
     target: Description, draft: Description | None, setting: Setting, table: Sequence[Combination] = ()
 ) -> Diagnosis:
     """Everything that can be told about a target, and about a pair if there is a draft."""
-    findings = [*_rollback("target", target), *_target_context(target, setting)]
+    findings = [*_rollback("target", target), *_target_ids(target), *_target_context(target, setting)]
     vocabulary, engines = None, []
     if draft is not None:
         vocabulary = compare(target, draft, setting.text)
@@ -192,6 +192,14 @@ def _rollback(role: str, model: Description) -> Iterator[Finding]:
         yield Finding("blocker", f"{role}'s cache", what or do, do if what else "choose another model")
     else:
         yield Finding("ok", f"{role}'s cache", "rejected tokens can be taken back")
+
+
+def _target_ids(target: Description) -> Iterator[Finding]:
+    """Nothing if every id of the tokenizer has a row, as it should be."""
+    ids = max(target.tokenizer.get_vocab().values(), default=0) + 1 if target.tokenizer is not None else 0
+    if ids > target.vocab_size:
+        what = f"the target's tokenizer has ids up to {ids - 1:,}, and the target only {target.vocab_size:,} rows"
+        yield Finding("warning", "tokenizer", what, "take the tokenizer that belongs to it, or avoid the ids beyond")
 
 
 def _target_context(target: Description, setting: Setting) -> Iterator[Finding]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal
 
+from slipstream.economics import tables
 from slipstream.errors import InputError
 
 Severity = Literal["note", "warning", "blocker"]
@@ -69,7 +69,7 @@ def read_combinations(path: str | None = None) -> list[Combination]:
     try:
         own = files("slipstream.data").joinpath("engines.toml")
         text = Path(path).read_text(encoding="utf-8") if path else own.read_text(encoding="utf-8")
-        rows = tomllib.loads(text).get("combination", [])
+        rows = tables(text, "combination")
     except (OSError, ValueError) as error:
         raise InputError(f"{name} cannot be read ({error}); give a TOML file with [[combination]] tables") from error
     return [_combination(row, name) for row in rows]
@@ -80,6 +80,11 @@ def _combination(row: Mapping[str, Any], where: str) -> Combination:
         found = Combination(**row)
     except TypeError as error:
         raise InputError(f"a [[combination]] of {where} has other entries than it should ({error})") from None
+    wrong = next((entry for entry, value in row.items() if not isinstance(value, str)), None)
+    if wrong is not None:
+        raise InputError(
+            f"a [[combination]] of {where} has {wrong} = {row[wrong]!r}, which is no text; put it in quotes"
+        )
     if found.when not in CONDITIONS:
         known = ", ".join(CONDITIONS)
         raise InputError(f"{where} has the condition {found.when!r}, which is not known; use one of: {known}")

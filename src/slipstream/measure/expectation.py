@@ -39,6 +39,8 @@ class Costs:
     @classmethod
     def linear(cls, draft_step: float, row: float) -> Costs:
         """v(n) = 1 + ``row`` (n - 1)."""
+        if not row >= 0:
+            raise InputError(f"a further row of {row} plain steps is no cost; use a number from 0 up")
         return cls(draft_step, {1: 1.0, 2: 1.0 + row})
 
     def v(self, tokens: int) -> float:

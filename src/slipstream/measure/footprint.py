@@ -7,7 +7,7 @@ counted and the rest is an estimate. The program itself (torch and its libraries
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -103,6 +103,19 @@ def _read_share(model: Description) -> float:
         return 1.0
     in_experts = sum(math.prod(shape) for name, shape in model.shapes.items() if ".experts." in name)
     return 1 - in_experts / model.parameters * (1 - found[0] / found[1])
+
+
+def together(needs: Sequence[Need]) -> Need | None:
+    """What several models need that are loaded one after the other, of which one runs at a time; None of none."""
+    if not needs:
+        return None
+    before = [sum(n.weights for n in needs[:i]) for i in range(len(needs))]
+    return Need(
+        weights=sum(n.weights for n in needs),
+        loading=max(held + n.loading for held, n in zip(before, needs, strict=True)),
+        cache=sum(n.cache for n in needs),
+        activations=max(n.activations for n in needs),
+    )
 
 
 def peak(target: Need, draft: Need | None) -> int:

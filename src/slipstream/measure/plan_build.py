@@ -9,7 +9,7 @@ from statistics import mean
 from typing import Any
 
 from slipstream import plan as p
-from slipstream.drafters import Drafter
+from slipstream.drafters import Drafter, EarlyExitDrafter
 from slipstream.measure import expectation
 from slipstream.measure.acceptance import RULES, Rule
 from slipstream.measure.bootstrap import Interval, bootstrap_ratio
@@ -274,11 +274,11 @@ def _target(subject: Subject, wish: Wish) -> p.Target:
 
 def _draft(name: str, wish: Wish, found: Gathered, subject: Subject) -> p.Draft:
     parts = []
-    for one in wish.members[name]:
+    for one, drafter in zip(wish.members[name], members_of(subject.drafters[name]), strict=True):
         if one == "suffix":
             parts.append(p.Member("suffix"))
-        elif one.startswith("early-exit:"):
-            parts.append(p.Member("early-exit", layers=int(one.partition(":")[2])))
+        elif isinstance(drafter, EarlyExitDrafter):
+            parts.append(p.Member("early-exit", layers=drafter.layers))
         else:
             parts.append(p.Member("model", one, wish.weights.get(one)))
     reasons = [found.failed[m.name] for m in members_of(subject.drafters[name]) if m.name in found.failed]
@@ -292,7 +292,10 @@ def _asked(subject: Subject, found: Gathered, wish: Wish) -> p.Asked:
     limits = wish.limits
     rate = None if limits.rate is None else p.Estimate(limits.rate, "assumed: --requests-per-second")
     budget = None if limits.budget is None else p.Estimate(limits.budget, "assumed: --latency-budget")
-    whose = "measured here: the target's answers" if found.texts[0].own else "assumed: the given answers"
+    own = {t.own for t in found.texts}
+    whose = "measured here: the target's answers" if own == {True} else "assumed: the given answers"
+    if len(own) > 1:
+        whose = "measured here: the given answers and the target's"
     return p.Asked(
         objective="throughput" if limits.throughput else "latency",
         batch=limits.batch,

@@ -28,9 +28,10 @@ class Problem:
 
 def program(problem: Problem, answer: str) -> str:
     """What is run: the answer's function, or the prompt's completed by the answer, and the test."""
-    blocks = _BLOCK.findall(answer)
-    code = max(blocks, key=len) if blocks else answer
-    if re.search(rf"^def\s+{re.escape(problem.entry_point)}\b", code, re.MULTILINE):
+    blocks, defines = _BLOCK.findall(answer), re.compile(rf"^def\s+{re.escape(problem.entry_point)}\b", re.MULTILINE)
+    # An answer may show tests of its own, or how to call it, at greater length than the function.
+    code = max(filter(defines.search, blocks), key=len, default=max(blocks, key=len, default=answer))
+    if defines.search(code):
         # The prompt's imports and helpers come first; its own function is then defined anew.
         code = f"{_before(problem)}\n{code}"
     else:
