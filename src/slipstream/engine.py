@@ -287,7 +287,7 @@ class Engine:
         return plan
 
     def _rows_to_read(self, reading: int, deciding: int) -> int:
-        """Tokens of prompts in this pass: the more wait for their first token, the more the others may wait for a next."""
+        """Tokens of prompts in this pass: the more wait for their first token, the longer it may take."""
         rows = min(self._few_rows * reading, self._most_rows) if deciding else self._most_rows
         return max(rows, deciding)
 
