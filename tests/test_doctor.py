@@ -11,7 +11,9 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 from transformers import (
+    CONFIG_MAPPING,
     AutoConfig,
+    AutoModelForCausalLM,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
     LlamaConfig,
@@ -30,6 +32,7 @@ from slipstream.measure.engines import CONDITIONS, Facts, read_combinations, tha
 from slipstream.measure.footprint import Load, Need, cache_bytes, need, peak, step_bytes, together
 from slipstream.measure.peak import Peak, Trial, measure_peak
 from slipstream.models.describe import Description, describe, llama_shapes
+from slipstream.models.huggingface import HuggingFaceModel
 from slipstream.models.load import load_model
 from slipstream.models.native.build import library
 from tokenizers_of_tests import gpt2_like, qwen_like
@@ -418,6 +421,38 @@ def test_latent_attention_caches_its_latents(tmp_path: Path) -> None:
         cache = DeepseekV3ForCausalLM(config)(torch.arange(10)[None], use_cache=True).past_key_values
     held = sum(layer.keys.numel() + layer.values.numel() for layer in cache.layers)
     assert cache_bytes(model, 10, 4) == 4 * held
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("falcon", {}),
+        ("falcon", {"multi_query": False}),
+        ("gpt_bigcode", {}),
+        ("gemma3_text", {}),
+        ("gemma4_text", {"layer_types": ["sliding_attention", "full_attention"] * 2, "global_head_dim": 32}),
+        ("gemma4_text", {"layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 2}),
+    ],
+)  # fmt: skip
+def test_caches_of_families_that_share_heads_or_whose_layers_differ(
+    tmp_path: Path, kind: str, changes: dict[str, Any]
+) -> None:
+    """One head for all counted as one for each, 71 times as much for Falcon 7B; Gemma 4 was a traceback."""
+    if kind not in CONFIG_MAPPING:
+        pytest.skip(f"this version of transformers has no {kind}")
+    sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4}
+    sizes |= {"num_attention_heads": 4, "max_position_embeddings": 128, "vocab_size_per_layer_input": 64}
+    sizes |= {"hidden_size_per_layer_input": 8, "sliding_window": 8} if "gemma" in kind else {}
+    sizes |= {"num_key_value_heads": 2, "head_dim": 16} if "gemma" in kind else {}
+    config = CONFIG_MAPPING[kind](**(sizes | changes))
+    model = HuggingFaceModel(AutoModelForCausalLM.from_config(config).float())
+    cache = model.new_cache()
+    model.forward(list(range(10)), cache, 1)
+    kept = [t for layer in cache.past.layers for t in (getattr(layer, "keys", None), getattr(layer, "values", None))]
+    held = 4 * sum(t.numel() for t in kept if isinstance(t, torch.Tensor))
+    config.save_pretrained(tmp_path / "model")
+    assert cache_bytes(describe(str(tmp_path / "model")), 10, 4) == held
+    assert 10 * model.position_bytes == held
 
 
 @pytest.mark.parametrize(("room", "level"), [(0.99, "blocker"), (1.01, "warning"), (2.0, "ok")])

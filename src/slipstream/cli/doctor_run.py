@@ -96,7 +96,7 @@ def _draft_model(given: str | None) -> str | None:
 
 
 def _check_early_exits(given: str | None, target: Description) -> None:
-    from slipstream.drafters import check_early_exit
+    from slipstream.drafters.early_exit import check_early_exit
 
     for name in members(given) if given is not None else ():
         if name.startswith(EARLY_EXIT):

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any, TextIO
 import click
 
 from slipstream.cli.drafts import is_model, members
-from slipstream.cli.options import RULES
 from slipstream.cli.prompt import Prompt
 from slipstream.cli.screen import Screen, console, is_terminal, legend, working
 from slipstream.errors import InputError
 from slipstream.measure import memory
 from slipstream.measure.files import check_writable
+from slipstream.plan import RULES
 
 if TYPE_CHECKING:
     from slipstream.cli.answer import Answer

@@ -13,7 +13,7 @@ from typing import Any
 
 from slipstream.models.base import PREFILL_CHUNK
 from slipstream.models.describe import Description
-from slipstream.models.shapes import Shape
+from slipstream.models.shapes import Shape, cached_numbers
 
 #: Bytes of one number.
 _SIZES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
@@ -129,9 +129,9 @@ def peak(target: Need, draft: Need | None) -> int:
 
 def cache_bytes(model: Description, context: int, size: int) -> int:
     """Keys and values of one sequence of ``context`` tokens, ``size`` bytes a number."""
+    if model.settings is not None:
+        return cached_numbers(model.settings.get_text_config(decoder=True)) * context * size
     heads = model.number("num_attention_heads", 1)
-    if latent := model.number("kv_lora_rank"):  # one latent row for all heads, and the rotary part beside it
-        return int(model.number("num_hidden_layers") * (latent + model.number("qk_rope_head_dim")) * context * size)
     kv_heads = model.number("num_key_value_heads") or heads
     head = model.number("head_dim") or model.number("hidden_size") // heads
     return int(2 * model.number("num_hidden_layers") * kv_heads * head * context * size)

@@ -19,7 +19,7 @@ from slipstream.models.load import (
     _weight_files,
     find,
 )
-from slipstream.models.shapes import Shape
+from slipstream.models.shapes import Shape, size_of
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Description:
         if self.settings is None:
             value = self.config.get(name)
         else:
-            value = getattr(self.settings.get_text_config(decoder=True), name, None)
+            value = size_of(self.settings.get_text_config(decoder=True), name)
         return value if isinstance(value, int | float) else default
 
 
@@ -172,7 +172,7 @@ def _of_folder(path: Path, name: str) -> Description:
 def _check_sizes(path: Path, settings: Any) -> None:
     """Refuse what no model has, before anything is added up from it."""
     for name in ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size"):
-        size = getattr(settings, name, None)
+        size = size_of(settings, name)
         if isinstance(size, int) and size < 1:
             raise InputError(
                 f"{path / 'config.json'} has {name} {size}, which no model has: repair or download it again"

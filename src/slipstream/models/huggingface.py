@@ -25,6 +25,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from slipstream.errors import InputError
+from slipstream.models.shapes import cached_numbers
 
 #: Cache layers of transformers that hold one entry a token (or, the last one, nothing at all), so that the newest
 #: entries can be cut off. By name, because not every version of transformers has all of them.
@@ -105,10 +106,7 @@ class HuggingFaceModel:
     @property
     def position_bytes(self) -> int:
         """Bytes of cache that one token takes, as far as the config tells."""
-        config = _text_config(self.model.config)
-        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        return int(2 * config.num_hidden_layers * heads * size * self.model.dtype.itemsize)
+        return int(cached_numbers(_text_config(self.model.config)) * self.model.dtype.itemsize)
 
     def new_cache(self) -> HuggingFaceCache:
         """An empty cache for one sequence."""

@@ -8,6 +8,46 @@ from typing import Any
 Shape = tuple[int, ...]
 
 
+def layers_of(config: Any) -> list[Any]:
+    """transformers' configuration of each layer: the same for all of them but in models whose layers differ in size."""
+    count = int(getattr(config, "num_hidden_layers", 0) or 0)
+    return [config.per_layer_config[i] for i in range(count)] if _differ(config) else [config] * count
+
+
+def size_of(config: Any, name: str) -> Any:
+    """An entry of a configuration; the largest of those of its layers, where they differ; None if there is none."""
+    if not _differ(config) or name not in (config.per_layer_attributes or ()):
+        return getattr(config, name, None)
+    return max((one for layer in layers_of(config) if (one := getattr(layer, name, None)) is not None), default=None)
+
+
+def _differ(config: Any) -> bool:
+    return bool(getattr(config, "is_heterogeneous", False))
+
+
+def cached_numbers(config: Any) -> int:
+    """Numbers of keys and values that transformers keeps of one token, in all layers, told from its configuration."""
+    layers = layers_of(config)
+    # The last layers of some models use the keys and values of earlier ones.
+    held = layers[: len(layers) - int(getattr(config, "num_kv_shared_layers", 0) or 0)]
+    return sum(map(_cached_in_layer, held))
+
+
+def _cached_in_layer(layer: Any) -> int:
+    def number(name: str) -> int:
+        value = getattr(layer, name, None)
+        return int(value) if isinstance(value, int | float) else 0
+
+    if latent := number("kv_lora_rank"):  # one latent row for all heads, and the rotary part beside it
+        return latent + number("qk_rope_head_dim")
+    heads = number("num_attention_heads") or 1
+    kv_heads = number("num_key_value_heads") or heads
+    if number("multi_query") and not number("new_decoder_architecture"):  # as Falcon and GPT-BigCode say it
+        kv_heads = 1
+    head = number("head_dim") or number("hidden_size") // heads
+    return kv_heads * (head + (number("v_head_dim") or head))
+
+
 def first_misfit(config: Mapping[str, Any], shapes: Mapping[str, Shape]) -> str | None:
     """What is wrong with the tensors of a checkpoint of the Llama family; None if nothing is.
 
