@@ -26,8 +26,9 @@ from slipstream.cli.progress import follow
 from slipstream.drafters import SuffixDrafter
 from slipstream.fields import schema, to_json
 from slipstream.measure.batch_run import BatchRun, run_batch
-from slipstream.measure.plan_build import contradiction
+from slipstream.measure.plan_build import as_long, contradiction
 from slipstream.measure.planning import Point, Subject
+from slipstream.measure.prediction import RoundCosts, constant_case, predict
 from slipstream.measure.prompts import BenchPrompt
 from slipstream.plan import Estimate, Plan, load, save
 
@@ -291,6 +292,18 @@ def test_a_real_run_that_contradicts_the_prediction_is_said_first() -> None:
     assert page.count("speculation does not pay.") == 1
     assert page.index("speculation does not pay.") < page.index('class="figures"')
     assert "#009e73" not in page.split("</style>")[0]
+
+
+def test_a_real_run_is_compared_with_answers_of_its_length() -> None:
+    """A given answer of many tokens outweighed the others in what was predicted, and its real one was of a few."""
+    costs = RoundCosts({1: 1.0, 2: 1.2, 3: 1.4}, step=0.1)
+    long, short = (replace(constant_case(rate, 10, 101), id=name) for rate, name in ((0.1, "a"), (0.9, "b")))
+    points = [Point("a", "all", 4.0, 5.0, 6, 0, 0), Point("b", "all", 100.0, 60.0, 101, 0, 0)]
+    alone = [predict([case], 2, lambda _: costs).speed_up.value for case in (long, short)]
+    assert predict([long, short], 2, lambda _: costs).speed_up.value < 0.95 * alone[1]
+    assert as_long([long, short], 2, lambda _: costs, points).value == pytest.approx(alone[1], rel=0.1)
+    same = [replace(point, tokens=101) for point in points]
+    assert as_long([long, short], 2, lambda _: costs, same) == predict([long, short], 2, lambda _: costs).speed_up
 
 
 def test_a_report_names_the_batch_from_which_plain_decoding_is_best() -> None:

@@ -156,7 +156,7 @@ h1 {{ font-size: 1.5em }} h2 {{ font-size: 1.15em; margin-top: 2em }}
 table {{ border-collapse: collapse; margin: 1em 0 }} td, th {{ padding: .2em .9em .2em 0; text-align: right }}
 td:first-child, th:first-child, td.how {{ text-align: left }} td.how {{ color: #666; font-size: 14px }}
 td.how {{ overflow-wrap: anywhere; min-width: 9em }}
-tr {{ border-bottom: 1px solid #ddd }} svg {{ max-width: 100%; height: auto }}
+tr {{ border-bottom: 1px solid #ddd }} svg {{ max-width: 100%; min-width: 35em; height: auto }}
 </style></head><body>
 <h1>What speculation saves</h1>
 <p class="verdict"><strong>{verdict}</strong></p>
@@ -191,7 +191,7 @@ def _picture(report: Report) -> str:
     buffer = io.StringIO()
     figure(report.swings).savefig(buffer, format="svg")
     drawing = buffer.getvalue()
-    return drawing[drawing.index("<svg") :]
+    return f'<div class="wide">{drawing[drawing.index("<svg") :]}</div>'
 
 
 def _rows(rows: Sequence[Sequence[str]], how: bool = False) -> str:

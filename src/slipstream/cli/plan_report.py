@@ -217,7 +217,9 @@ h1 {{ font-size: 1.5em }} h2 {{ font-size: 1.15em; margin-top: 2em }}
 .wide {{ overflow-x: auto }} table {{ border-collapse: collapse; margin: .6em 0; font-size: 15px }}
 td, th {{ padding: .2em 1em .2em 0; text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap }}
 td:first-child, th:first-child {{ text-align: left }} tr {{ border-bottom: 1px solid #ddd }}
-svg {{ max-width: 100%; height: auto }} figure {{ margin: 1em 0; break-inside: avoid }}
+svg {{ max-width: 100%; height: auto }} figure {{ margin: 1em 0; break-inside: avoid;
+  overflow-x: auto }}
+figure svg {{ min-width: 35em }}
 @media print {{ body {{ margin: 0; max-width: none }} h2 {{ break-after: avoid }} table {{ break-inside: avoid }} }}
 </style></head><body>
 <h1>Should {target} speculate?</h1>

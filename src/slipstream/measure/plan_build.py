@@ -28,6 +28,8 @@ from slipstream.measure.planning import (
 from slipstream.measure.prediction import (
     KS,
     WORTH,
+    Case,
+    CostsAt,
     Decision,
     Limits,
     Option,
@@ -35,6 +37,7 @@ from slipstream.measure.prediction import (
     decide,
     full_batch,
     predict,
+    times,
     under_load,
 )
 from slipstream.measure.replay import Walk, walk
@@ -385,13 +388,24 @@ def validation(made: Made, subject: Subject, found: Gathered, points: Sequence[P
     some = [case for case in option.cases if case.id in ran]
     if not some:
         return None
-    whole = checked("all", predict(some, best.k, at).speed_up, points)
+    whole = checked("all", as_long(some, best.k, at, points), points)
     by_category = []
     for category in dict.fromkeys(point.category for point in points):
         own = [point for point in points if point.category == category]
-        mine = predict([c for c in some if c.category == category], best.k, at).speed_up
+        mine = as_long([c for c in some if c.category == category], best.k, at, own)
         by_category.append(checked(category, mine, own))
     return p.Validation(option.draft, best.k, whole, abs(whole.error) <= WITHIN, tuple(by_category))
+
+
+def as_long(cases: Sequence[Case], k: int, at: CostsAt, points: Sequence[Point]) -> Interval:
+    """The predicted speed-up of ``cases``, had their answers been as long as in a real run.
+
+    A user's answers may be longer or shorter than those that the target gives, and long answers count for more.
+    """
+    ran = {point.prompt: max(point.tokens - 1, 0) for point in points}
+    found = [(t, ran[t.case.id] / (t.rounds.emitted or 1.0)) for t in (times(case, k, at) for case in cases)]
+    fast = [(t.draft + t.verify) * share + (t.read if share else 0.0) for t, share in found]
+    return bootstrap_ratio([t.plain * share for t, share in found], fast)
 
 
 def contradiction(plan: p.Plan) -> list[str]:
