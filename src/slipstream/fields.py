@@ -64,6 +64,8 @@ def from_json(kind: Any, value: Any, where: str) -> Any:
     _check(value, allowed, what, where)
     if isinstance(value, bool) and kind is not bool:
         raise InputError(f"{where} is {value!r}, which is not {what}; correct it")
+    if kind is float and not isfinite(value):
+        raise InputError(f"{where} is {value!r}, which is not a number; correct it")
     return float(value) if kind is float else value
 
 

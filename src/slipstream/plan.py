@@ -21,6 +21,8 @@ from slipstream.measure.files import write_whole
 FORMAT: Final = 1
 KIND: Final = "slipstream plan"
 
+#: Draft tokens, and requests at a time, that no engine goes beyond.
+_MOST = 65_536
 #: Those of ``slipstream.verify``, which would import torch.
 RULES = ("block", "token")
 Objective = Literal["latency", "throughput"]
@@ -329,12 +331,23 @@ def load(path: str) -> Plan:
             "anew with `slipstream plan`"
         )
     plan: Plan = from_json(Plan, found, repr(path))
-    if plan.asked.rule not in RULES:
-        raise InputError(f"{path!r}: asked.rule is {plan.asked.rule!r}; use {' or '.join(map(repr, RULES))}")
+    _check(plan, repr(path))
     names = {d.name for d in plan.drafts}
     if plan.verdict.action == "speculate" and (plan.verdict.draft not in names or plan.verdict.k < 1):
         raise InputError(f"{path!r} recommends a draft that it does not describe; make it anew with `slipstream plan`")
     return plan
+
+
+def _check(plan: Plan, where: str) -> None:
+    """Refuse numbers that no plan has, before anybody counts with them."""
+    if plan.asked.rule not in RULES:
+        raise InputError(f"{where}: asked.rule is {plan.asked.rule!r}; use {' or '.join(map(repr, RULES))}")
+    for name, value, least in (("verdict.k", plan.verdict.k, 0), ("asked.batch", plan.asked.batch, 1)):
+        if not least <= value <= _MOST:
+            raise InputError(f"{where}: {name} is {value}; use a number from {least} to {_MOST}")
+    for costs in plan.costs:
+        if wrong := [one.value for one in (costs.plain_step, *costs.verify.values()) if not one.value > 0]:
+            raise InputError(f"{where}: a pass of {costs.draft or 'the target'} takes {wrong[0]:g} s; use more than 0")
 
 
 def save(plan: Plan, path: str) -> None:

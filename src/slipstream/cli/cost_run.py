@@ -219,7 +219,7 @@ def _costs(task: CostTask, inputs: Inputs, measured: Measured | None) -> tuple[C
         return Costs.linear(task.draft_cost, task.row_cost), task.k
     if measured is not None and measured.costs is not None:
         inputs.put("c, a draft step", measured.costs.draft_step, measured.how)
-        return measured.costs, task.k if task.k is not None else measured.k
+        return measured.costs, task.k if task.k is not None else measured.k and min(measured.k, _MOST_K)
     return None, task.k
 
 
