@@ -301,7 +301,9 @@ def test_what_an_engine_does_not_take_is_said(plan: Plan, engine: str) -> None:
             if name == ("draft_revision" if draft == SUFFIX else "copies"):
                 continue  # of no meaning there for anybody
             export = EXPORTERS[engine](_with(plan, draft), Target(**{name: typed}))
-            text = "\n".join([*words(export, "f"), *export.files.values(), *(a.why for a in export.arguments)])
+            reasons = [a.why for a in export.arguments if name == "tensor_parallel"]
+            config = [json.dumps(yaml.safe_load(text)) for text in export.files.values()]
+            text = "\n".join([*words(export, "f"), *config, *reasons])
             said = any(f"--{name.replace('_', '-')} has no effect with {engine}" in note for note in export.notes)
             assert (value in text) != said, (name, draft)
 
@@ -324,8 +326,8 @@ def test_odd_names_are_names_everywhere(plan: Plan, engine: str, name: str, tmp_
     told = ran.stdout.decode() + "".join(
         json.dumps(yaml.safe_load(t), ensure_ascii=False) for t in export.files.values()
     )
-    assert target in told
-    assert draft in told or json.dumps(draft, ensure_ascii=False)[1:-1] in told
+    assert target in told or json.dumps(target, ensure_ascii=False)[1:-1] in told
+    assert any(name in told for name in (draft, json.dumps(draft)[1:-1], json.dumps(draft, ensure_ascii=False)[1:-1]))
     readme = (tmp_path / "README.md").read_text(encoding="utf-8")
     [audit] = [line for line in readme.splitlines() if line.startswith("slipstream audit")]
     assert shlex.split(audit)[2] == target

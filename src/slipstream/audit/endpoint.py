@@ -183,7 +183,7 @@ class EndpointEngine:
                 return found
         except HTTPError as error:
             with error:
-                said = error.read(300).decode("utf-8", errors="replace")
+                said = " ".join(error.read(300).decode("utf-8", errors="replace").split())
             if error.code in (401, 403, 404, 405):
                 raise InputError(
                     f"{request.full_url} answers HTTP {error.code} ({said}); look at address, key and ?model=NAME"
