@@ -172,6 +172,23 @@ def test_tensorrt_llms_iterations() -> None:
         from_iterations({"a": 1}, 0.0)
 
 
+@pytest.mark.parametrize(
+    "entry",
+    [
+        3,
+        {"specDecodingStats": 3},
+        {"specDecodingStats": {"numDraftTokens": "x"}},
+        {"specDecodingStats": {"numAcceptedTokens": float("nan")}},
+        {"inflightBatchingStats": {"numGenRequests": []}},
+        {"numActiveRequests": "many"},
+    ],
+)
+def test_other_json_is_refused(entry: Any) -> None:
+    """It was a traceback."""
+    with pytest.raises(InputError, match="no list of iterations"):
+        from_iterations([entry], 0.0)
+
+
 def test_drafters_are_told_apart() -> None:
     history = History().ran(100, 4, AT)
     reading = read(find("slipstream"), parse(fake.slipstream(history, {"suffix": (300, 200), "tiny": (100, 90)})), 0.0)
