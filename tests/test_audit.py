@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import math
 import random
+import signal
+import subprocess
+import sys
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -15,7 +18,9 @@ import numpy as np
 import pytest
 import torch
 
-from slipstream import InputError, SamplingParams, SpeculativeDecoding
+from serving import served
+from slipstream import InputError, SamplingParams, SpeculativeDecoding, load_model
+from slipstream.answers import Setting
 from slipstream.audit.endpoint import EndpointEngine
 from slipstream.audit.engines import CallableEngine, SlipstreamEngine, TransformersEngine
 from slipstream.audit.evidence import ChainBet, PairBet, RankBet, Wealth, detectable, holm, samples_for
@@ -38,7 +43,12 @@ from slipstream.audit.suite import Settings, law_plans
 from slipstream.audit.toy import ToyModel
 from slipstream.audit.types import Answer, Finding
 from slipstream.cli.main import cli
+from slipstream.controller import make_policy
+from slipstream.drafters import make_drafter
+from slipstream.engine import Engine
+from slipstream.goodput import Goodput
 from slipstream.sampling import Sampler
+from slipstream.seats import Limits
 
 TARGET, DRAFT = ToyModel(), ToyModel(seed=1, likeness=0.4)
 PROMPT = (1, 2, 3)
@@ -565,6 +575,117 @@ def test_no_server() -> None:
         EndpointEngine("localhost:80")
 
 
+def test_an_endpoint_with_strange_replies(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each was a traceback: a list, no choices, more than one answer, numbers for objects, texts for numbers."""
+    from slipstream.audit.types import EngineError
+
+    engine = EndpointEngine(f"http://127.0.0.1:{server.server_port}", TARGET.eos_token_ids)
+    one = {"text": "a", "finish_reason": "length", "token_ids": [1]}
+    for reply, said in (
+        ([], "not with an object"),
+        ("ok", "not with an object"),
+        ({}, "0 answers"),
+        ({"choices": []}, "0 answers"),
+        ({"choices": [one, one]}, "2 answers"),
+        ({"choices": [3]}, "cannot be read"),
+        ({"choices": {"a": 1}}, "cannot be read"),
+        ({"choices": [one], "usage": 3}, "cannot be read"),
+        ({"choices": [one | {"logprobs": {"token_logprobs": ["x"]}}]}, "cannot be read"),
+        ({"choices": [one], "speculation": {"rounds": 1}}, "cannot be read"),
+    ):
+        monkeypatch.setattr(Handler, "do_POST", lambda self, reply=reply: self.reply(reply))
+        with pytest.raises(EngineError, match=said):
+            engine.complete([PROMPT], SamplingParams(max_new_tokens=1, logprobs=1), [0])
+
+
+@pytest.mark.parametrize("code", [401, 403, 404])
+def test_an_address_or_model_that_is_wrong_is_no_fault(server: Any, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model's name that a server does not know was called a fault of the engine."""
+
+    def refuse(handler: Handler) -> None:
+        handler.rfile.read(int(handler.headers["Content-Length"]))
+        handler.send_error(code)
+
+    monkeypatch.setattr(Handler, "do_POST", refuse)
+    with pytest.raises(InputError, match=rf"HTTP {code}.*look at address, key and \?model=NAME"):
+        EndpointEngine(f"http://127.0.0.1:{server.server_port}").probe()
+
+
+def test_a_server_that_fails_from_the_start_is_in_the_report(
+    server: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It ended in a sentence, without document, page and controls."""
+    server.dead = True
+    url = f"http://127.0.0.1:{server.server_port}"
+    assert run_command(monkeypatch, "toy", "--url", url, "--json") == 1
+    document = json.loads(capsys.readouterr().out)
+    broken = [f for f in document["findings"] if f["result"] == "fault"]
+    assert {f["name"] for f in broken} == {"answers"}
+    assert all("HTTP 503" in f["detail"] for f in broken)
+
+
+def test_a_reference_that_fails_is_no_fault_of_the_engine(
+    server: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good = EndpointEngine(f"http://127.0.0.1:{server.server_port}")
+
+    class Dead(EndpointEngine):
+        def complete(self, *_: Any) -> list[Answer]:
+            raise EngineError("HTTP 500")
+
+    from slipstream.audit.run import failure
+    from slipstream.audit.types import ComparisonError, EngineError
+
+    dead = Dead(f"http://127.0.0.1:{server.server_port}")
+    audit = prepare_pairs(good, dead, TARGET, COARSE)
+    with pytest.raises(ComparisonError) as error:
+        audit.step()
+    assert failure(error.value).result == "undecided"
+
+
+def test_the_endpoint_has_its_time(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from threading import Event
+
+    from slipstream.audit.types import EngineError
+
+    engine = EndpointEngine(f"http://127.0.0.1:{server.server_port}", seconds=0.2)
+    over = Event()
+    monkeypatch.setattr(Handler, "do_POST", lambda self: over.wait(60))
+    with pytest.raises(EngineError, match="timed out"):
+        engine.complete([PROMPT], SamplingParams(max_new_tokens=1), [0])
+    over.set()
+
+
+@pytest.mark.parametrize(
+    ("draft", "rule", "k"),
+    [
+        ("suffix", "block", 4),
+        ("model", "token", 1),
+        ("model", "block", None),
+        ("cascade", "block", 4),
+        ("early-exit:1", "token", None),
+    ],
+)
+def test_slipstreams_own_server_passes(
+    draft: str, rule: str, k: int | None, tiny_checkpoint: Path, tiny_draft_checkpoint: Path
+) -> None:
+    """Over HTTP, several requests at a time; None is the adaptive k."""
+    model = load_model(tiny_checkpoint, weights="fp32")
+    small = load_model(tiny_draft_checkpoint, weights="fp32")
+    drafts: dict[str, Any] = {"model": small, "cascade": ["suffix", small]}
+    drafter = make_drafter(drafts.get(draft, draft), model)
+    policy = Goodput() if k is None else make_policy(k)
+    engine = Engine(Setting(model, drafter, policy, model.tokenizer, rule, False), Limits(memory=1 << 31))
+    with served(engine) as running:
+        endpoint = EndpointEngine(running.url, model.eos_token_ids)
+        endpoint.probe()
+        assert not endpoint.unsupported
+        findings = audit_of(endpoint, ModelScorer(model))
+    bad = [f for f in findings if f.result != "pass"]
+    assert not bad
+    assert {"counters", "logprobs", "isolation", "stop strings"} <= {f.name for f in findings}
+
+
 # --- runs, reports ----------------------------------------------------------------------------------------------------
 
 
@@ -676,6 +797,83 @@ def test_a_callable_that_fails_is_a_finding(
     monkeypatch.chdir(tmp_path)
     assert run_command(monkeypatch, "toy", "--callable", "frail:complete") == 1
     assert "the engine failed: ZeroDivisionError" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("return None", "TypeError"),
+        ("return 5", "TypeError"),
+        ("return '123'", "it returned a str, not a list of ids"),
+        ("return [1.5] * params['max_new_tokens']", "TypeError"),
+        ("return [None]", "TypeError"),
+        ("return [[1, 2]]", "TypeError"),
+        ("raise SystemExit(7)", "SystemExit: 7"),
+        ("return {1: 2}", "it returned a dict"),
+        ("return []", "an end before the asked length"),
+        ("return [10**30] * params['max_new_tokens']", "outside of the vocabulary"),
+        ("return [-1] * params['max_new_tokens']", "outside of the vocabulary"),
+        ("return [0] * 1000", "1000 tokens where at most"),
+    ],
+)
+def test_a_callable_that_returns_something_else(
+    body: str, said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What is no list of ids was a traceback, 1.5 was taken for 1, and a call of exit() ended the audit."""
+    name = f"odd{abs(hash(body))}"
+    (tmp_path / f"{name}.py").write_text(f"def complete(prompt, params, seed):\n    {body}\n", encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    words = ("toy", "--callable", f"{name}:complete", "--minutes", "0.05", "--json")
+    assert run_command(monkeypatch, *words) == 1
+    document = json.loads(capsys.readouterr().out)
+    assert any(said in f["detail"] for f in document["findings"] if f["result"] == "fault")
+
+
+@pytest.mark.parametrize("honours", ["'temperature'", "('temprature',)", "3", "{'top_p': 1}"])
+def test_a_callable_with_strange_honours(
+    honours: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A name alone was taken for its letters, and a slip of the pen meant that nothing was tested."""
+    name = f"says{abs(hash(honours))}"
+    text = f"def complete(prompt, params, seed):\n    return [0]\n\n\ncomplete.honours = {honours}\n"
+    (tmp_path / f"{name}.py").write_text(text, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    if honours == "'temperature'":
+        assert CallableEngine(f"{name}:complete").honours == {"temperature"}
+    else:
+        with pytest.raises(InputError, match="is no parameter; use temperature"):
+            CallableEngine(f"{name}:complete")
+
+
+def test_a_killed_run_leaves_what_it_had(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The state was written at the end only."""
+    state = tmp_path / "state.json"
+    (tmp_path / "killed.py").write_text(
+        "import os, signal\nfrom pathlib import Path\n\n"
+        "def complete(prompt, params, seed):\n"
+        f"    if Path({str(state)!r}).exists():\n        os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    return [int.from_bytes(os.urandom(1)) % 11 for _ in range(params['max_new_tokens'])]\n",
+        encoding="utf-8",
+    )
+    code = (
+        "import slipstream.audit.run as r, slipstream.cli.audit_run as a\n"
+        "r.run_controls = lambda s, p: [r.Control(None, True, 1, '')]\n"
+        "r.Audit.has_fault = lambda self: False\n"
+        "a._SAVE_SECONDS = 0.0\n"
+        "from slipstream.cli.main import main\nmain()\n"
+    )
+    words = ["audit", "toy", "--callable", "killed:complete", "--resume", str(state)]
+    ended = subprocess.run([sys.executable, "-c", code, *words], cwd=tmp_path, check=False, timeout=600)
+    assert ended.returncode == -signal.SIGKILL
+    kept = json.loads(state.read_text(encoding="utf-8"))
+    assert sum(check["samples"] for check in kept["checks"].values()) > 0
+    state.write_text(json.dumps(kept | {"checks": {"prompt 1": {}}}), encoding="utf-8")
+    (tmp_path / "killed.py").write_text("def complete(prompt, params, seed):\n    return [0]\n", encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    assert run_command(monkeypatch, *words[1:]) == 2
+    assert "is damaged" in capsys.readouterr().err
 
 
 def test_the_command_without_time_does_not_decide(monkeypatch: pytest.MonkeyPatch) -> None:

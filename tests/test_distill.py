@@ -39,6 +39,7 @@ from slipstream.distill.train import Recipe, Step, Trainer
 from slipstream.measure.expectation import Choice, Costs
 from slipstream.models.describe import describe
 from slipstream.models.exit_head import read_exit_head
+from slipstream.serve.capture import Folder
 
 COSTS = Costs.linear(0.2, 0.05)
 
@@ -576,6 +577,51 @@ def test_resuming_asks_for_the_same_run(job: Job) -> None:
     with pytest.raises(InputError, match=r"had learning_rate 0\.01, and this one has 0\.5"):
         run(replace(job, resume=True, learning_rate=0.5))
     assert (job.work / "state.pt").exists()
+
+
+def test_a_run_that_was_killed_before_it_had_anything_begins_anew(job: Job) -> None:
+    """Without --resume it was called unfinished, and with it there was no unfinished run."""
+    job.work.mkdir()
+    (job.work / ".settings.json.7.part").write_text("{")
+    with pytest.raises(InputError, match=r"there is no unfinished run.*leave --resume out"):
+        run(replace(job, resume=True))
+    run(job)
+    assert not job.work.exists()
+
+
+def test_a_folder_that_is_somebodys_is_left_alone(job: Job) -> None:
+    job.work.mkdir()
+    (job.work / "letters").mkdir()
+    with pytest.raises(InputError, match="is something else than an unfinished run"):
+        run(job)
+    assert (job.work / "letters").exists()
+
+
+def test_a_capture_that_goes_on_can_be_resumed(job: Job, tmp_path: Path) -> None:
+    """A server captured further answers, and began another file: a resumed run refused its own data."""
+    folder, random = tmp_path / "traffic", Random(1)
+    captured = Folder(folder, 20_000, 1_000_000)
+
+    def serve(count: int) -> None:
+        for _ in range(count):
+            said = " ".join(random.choices(["the", "thin", "ring", "in", "here"], k=30))
+            record = {"messages": [{"role": "user", "content": f"say {random.random()}"}], "answer": said}
+            captured.write(json.dumps(record | {"finish_reason": "stop"}).encode() + b"\n")
+
+    serve(120)
+    before = Folder.files(captured)
+    copy = tmp_path / "copy" / "traffic"
+    shutil.copytree(folder, copy)
+    job = replace(job, data=(str(folder),), latest=100)
+    whole, _ = run(replace(job, out=tmp_path / "whole", data=(str(copy),)))
+    with pytest.raises(Interrupted):
+        run(job, lambda step: step.number == 5 and signal.raise_signal(signal.SIGINT))
+    serve(150)
+    before[0].unlink()  # the oldest go
+    rest, quiet = run(replace(job, resume=True))
+    assert quiet.steps[0].number == 6
+    assert [s.loss for s in rest.curve] == [s.loss for s in whole.curve]
+    captured.close()
 
 
 @contextmanager

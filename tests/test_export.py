@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import time
@@ -277,6 +278,80 @@ def test_versions(text: str) -> None:
     assert Support("x", "0.1", "0.33.0", "").find(text)[2] == ()
 
 
+def test_a_version_may_say_how_it_was_built(plan: Plan) -> None:
+    """As the CPU build of vLLM calls itself; it was refused."""
+    export = vllm.export(plan, Target(version="0.32.0+cpu"))
+    assert (export.version, export.image) == ("0.32.0", "vllm/vllm-openai:v0.32.0")
+
+
+@pytest.mark.parametrize("engine", list(EXPORTERS))
+def test_what_an_engine_does_not_take_is_said(plan: Plan, engine: str) -> None:
+    """--tensor-parallel, --memory-share, --copies and revisions did nothing with some engines, and nothing said so."""
+    plan = replace(plan, target=replace(plan.target, device="cuda"))
+    given = {
+        "tensor_parallel": "7",
+        "memory_share": "0.37",
+        "copies": "suffix",
+        "target_revision": "rev-t",
+        "draft_revision": "rev-d",
+    }
+    for name, value in given.items():
+        typed: Any = {"tensor_parallel": 7, "memory_share": 0.37}.get(name, value)
+        for draft in (MODEL, SUFFIX):
+            if name == ("draft_revision" if draft == SUFFIX else "copies"):
+                continue  # of no meaning there for anybody
+            export = EXPORTERS[engine](_with(plan, draft), Target(**{name: typed}))
+            reasons = [a.why for a in export.arguments if name == "tensor_parallel"]
+            config = [json.dumps(yaml.safe_load(text)) for text in export.files.values()]
+            text = "\n".join([*words(export, "f"), *config, *reasons])
+            said = any(f"--{name.replace('_', '-')} has no effect with {engine}" in note for note in export.notes)
+            assert (value in text) != said, (name, draft)
+
+
+@pytest.mark.parametrize("name", ["it's $(here) and `there`", "a;b&c|d", 'quoted "twice" \\ \u00e9', "a: b # c"])
+@pytest.mark.parametrize("engine", list(EXPORTERS))
+def test_odd_names_are_names_everywhere(plan: Plan, engine: str, name: str, tmp_path: Path) -> None:
+    """In the script, in config files, in Kubernetes' objects and in the commands of the README."""
+    target, draft = f"{name} t.gguf", f"{name} d.gguf"
+    plan = replace(_with(plan, MODEL), target=replace(plan.target, model=target))
+    export = EXPORTERS[engine](plan, Target(target=target, draft=draft))
+    for file, text in documents(plan, export).items():
+        (tmp_path / file).write_text(text, encoding="utf-8")
+    program = tmp_path / export.program
+    program.write_text('#!/bin/sh\nfor word; do printf "%s\\0" "$word"; done\n', encoding="utf-8")
+    program.chmod(0o755)
+    path = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
+    ran = subprocess.run(["sh", tmp_path / "launch.sh"], capture_output=True, env=path, check=True)
+    assert ran.stdout.decode().split("\0")[:-1] == words(export, str(tmp_path))[1:]
+    told = ran.stdout.decode() + "".join(
+        json.dumps(yaml.safe_load(t), ensure_ascii=False) for t in export.files.values()
+    )
+    assert target in told or json.dumps(target, ensure_ascii=False)[1:-1] in told
+    assert any(name in told for name in (draft, json.dumps(draft)[1:-1], json.dumps(draft, ensure_ascii=False)[1:-1]))
+    readme = (tmp_path / "README.md").read_text(encoding="utf-8")
+    [audit] = [line for line in readme.splitlines() if line.startswith("slipstream audit")]
+    assert shlex.split(audit)[2] == target
+    cluster = Cluster("llm", 1, 2, 1, 1, None, "1Gi", "main", "main")
+    for text in objects(plan, export, cluster).values():
+        yaml.safe_load(text)
+
+
+@pytest.mark.parametrize(
+    ("image", "wanted"),
+    [
+        ("registry:5000/team/vllm:v1", {"name": "registry:5000/team/vllm", "newTag": "v1"}),
+        ("registry:5000/team/vllm", {"name": "registry:5000/team/vllm", "newTag": "latest"}),
+        ("vllm", {"name": "vllm", "newTag": "latest"}),
+        ("vllm@sha256:0a", {"name": "vllm", "digest": "sha256:0a"}),
+    ],
+)
+def test_images_are_named_as_kustomize_has_them(plan: Plan, image: str, wanted: Any) -> None:
+    """A registry's port was taken for a tag, and an image without one had no name."""
+    cluster = Cluster("llm", 1, 2, 1, 1, image, "1Gi", "main", "main")
+    overlay = objects(plan, vllm.export(plan, Target()), cluster)["kubernetes/overlays/example/kustomization.yaml"]
+    assert yaml.safe_load(overlay)["images"] == [wanted]
+
+
 def test_the_command_writes_a_folder(tmp_path: Path) -> None:
     out = tmp_path / "deploy"
     run = CliRunner().invoke(
@@ -301,6 +376,8 @@ def test_the_command_writes_a_folder(tmp_path: Path) -> None:
     ("more", "part"),
     [
         (("--name", "Bad_Name"), "--name"),
+        (("--storage", "200 GB"), "--storage"),
+        (("--storage", "0"), "--storage"),
         (("--replicas", "0"), "--replicas"),
         (("--nodes", "3", "--tensor-parallel", "4"), "does not divide"),
         (("--memory-share", "2"), "--memory-share"),

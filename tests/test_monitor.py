@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from click.testing import CliRunner
 import metrics_of_tests as fake
 from metrics_of_tests import History, Pages
 from slipstream.cli.monitor import command
+from slipstream.cli.monitor_report import document
 from slipstream.errors import InputError, SlipstreamError
 from slipstream.measure.expectation import Costs
 from slipstream.measure.expectation import speed_up as expected_speed_up
@@ -168,6 +170,23 @@ def test_tensorrt_llms_iterations() -> None:
     assert not reading.cumulative
     with pytest.raises(InputError, match="list of iterations"):
         from_iterations({"a": 1}, 0.0)
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        3,
+        {"specDecodingStats": 3},
+        {"specDecodingStats": {"numDraftTokens": "x"}},
+        {"specDecodingStats": {"numAcceptedTokens": float("nan")}},
+        {"inflightBatchingStats": {"numGenRequests": []}},
+        {"numActiveRequests": "many"},
+    ],
+)
+def test_other_json_is_refused(entry: Any) -> None:
+    """It was a traceback."""
+    with pytest.raises(InputError, match="no list of iterations"):
+        from_iterations([entry], 0.0)
 
 
 def test_drafters_are_told_apart() -> None:
@@ -425,6 +444,125 @@ def test_a_restart_of_the_engine_loses_only_what_nobody_saw(service: Service) ->
     [seen] = service.ran(5).seen
     assert seen.state.total.drafted == 15 * 400
     assert seen.state.resets == 1
+
+
+def test_a_counter_that_an_answer_leaves_out_is_not_counted_twice(service: Service) -> None:
+    """Missing once, or NaN once, it was taken for new from its beginning."""
+    service.look()
+    service.ran(10)
+    whole = service.write
+    for gap in ("", "NaN", "+Inf"):
+
+        def torn(h: History, gap: str = gap, **words: Any) -> str:
+            lines = whole(h, **words).split("\n")
+            wrong = [" ".join([*line.split(" ")[:-1], gap]) if "accepted_tokens" in line else line for line in lines]
+            return "\n".join(line for line in wrong if not line.endswith(" "))
+
+        service.write = torn
+        service.ran(1)
+        service.write = whole
+        service.ran(1)
+    [seen] = service.look().seen
+    assert seen.state.total.drafted == 16 * 400
+    assert seen.state.total.accepted == service.history.total_accepted
+    assert seen.state.resets == 0
+    json.dumps(document(service.look()), allow_nan=False)
+
+
+def test_two_replicas_behind_one_address(pages: Pages, tmp_path: Path) -> None:
+    """They answer in turns: each look was taken for a restart, and counted all of the other one's past."""
+    service = Service(pages, tmp_path / "s.sqlite")
+    now = time.time()
+    replicas = [History(started=now - 9000), History(started=now - 5000), History(started=now - 7000)]
+    for i, replica in enumerate(replicas):
+        replica.ran(10_000 * (i + 1), 4, AT)
+        service.history = replica
+        service.look()
+    for turn in range(30):
+        service.history = replicas[turn % 3]
+        report = service.ran(1)
+        if turn == 10:
+            service.store.close()
+            service.open()
+    [seen] = report.seen
+    assert seen.state.total.drafted == 30 * 400
+    assert seen.state.resets == 0
+    assert report.exit_code == 0
+    service.history = replicas[0] = History(started=now + 100)  # one of them begins anew
+    [seen] = service.ran(1).seen
+    assert (seen.state.total.drafted, seen.state.resets) == (31 * 400, 1)
+
+
+def test_after_a_restart_a_stream_that_is_named_late_is_counted_from_its_beginning(service: Service) -> None:
+    service.look()
+    service.ran(10)
+    service.history, service.words = History(started=2000.0), {"model": "other"}
+    service.look()
+    service.words = {}
+    service.history.ran(5000, 4, AT)
+    seen = next(s for s in service.look().seen if s.stream.model == "llama")
+    assert seen.state.total.drafted == 10 * 400 + 5000 * 4
+
+
+def test_a_stream_that_is_gone_has_no_alarms_and_streams_are_bounded(service: Service) -> None:
+    """A model that was taken off the engine kept its alarm for ever."""
+    service.look()
+    service.ran(40)
+    assert service.ran(6, at=[0.2]).exit_code == 1
+    service.words = {"model": "next"}
+    service.ran(2)
+    assert not _kinds(service.ran(1))
+    for i in range(250):
+        service.words = {"model": f"m{i}"}
+        report = service.look()
+    assert len(report.seen) == 200
+
+
+def test_a_receiver_that_is_dead_does_not_keep_others_from_hearing(pages: Pages, tmp_path: Path) -> None:
+    """The first message that did not arrive held up all that were behind it."""
+    service = Service(pages, tmp_path / "s.sqlite")
+    service.options = Options(webhooks=("http://127.0.0.1:9/hook", pages.url + "/hook"))
+    service.open()
+    service.look()
+    service.ran(5)
+    report = service.ran(12, rounds=0, plain=100)
+    assert "127.0.0.1:9/hook cannot be told" in (report.undelivered or "")
+    assert [path for path, _ in pages.posted] == ["/hook"]
+    service.ran(1)
+    assert [path for path, _ in pages.posted] == ["/hook", "/hook"]
+    assert len(service.store.unsent(service.monitor.service)) == 2
+
+
+def test_a_full_disk_ends_no_watch(pages: Pages, tmp_path: Path) -> None:
+    """It ended the monitor with the code of an alarm. Alarms are told meanwhile, and nothing is lost."""
+    service = Service(pages, tmp_path / "s.sqlite")
+    service.look()
+    service.ran(40)
+    size = service.store._db.execute("PRAGMA page_count").fetchone()[0]
+    service.store._db.execute(f"PRAGMA max_page_count={size}")
+    problems = [service.ran(1).problem for _ in range(40)]
+    assert "the monitor's state cannot be written (database or disk is full)" in problems
+    report = service.ran(6, at=[0.2])
+    assert report.problem
+    assert "acceptance-drift" in _kinds(report)
+    assert report.exit_code == 1
+    service.store._db.execute("PRAGMA max_page_count=1000000")
+    service.ran(1, at=[0.2])
+    service.store.close()
+    service.open()
+    report = service.ran(1, at=[0.2])
+    assert report.seen[0].state.total.drafted == 88 * 400
+    assert (report.problem, "acceptance-drift" in _kinds(report)) == (None, True)
+
+
+def test_a_state_that_is_damaged_is_refused(tmp_path: Path, pages: Pages) -> None:
+    path = tmp_path / "s.sqlite"
+    service = Service(pages, path)
+    service.look()
+    service.store._db.execute("UPDATE service SET state = 'x'")
+    service.store.close()
+    with pytest.raises(InputError, match="is damaged"):
+        service.open()
 
 
 def test_what_is_kept_is_bounded(pages: Pages, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
+from operator import index
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,8 @@ import torch
 
 from slipstream.audit.types import EVERY_PARAMETER, Answer, Counters, EngineError, Prompt
 from slipstream.errors import InputError
-from slipstream.types import SamplingParams
+from slipstream.text import encode
+from slipstream.types import Output, Request, SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -35,12 +37,37 @@ class SlipstreamEngine:
             self.honours = EVERY_PARAMETER - {"stop"}
 
     def complete(self, prompts: Sequence[Prompt], params: SamplingParams, seeds: Sequence[int]) -> list[Answer]:
-        """As ``Engine`` has it."""
-        outputs = [
-            output
+        """As ``Engine`` has it; several prompts share every pass."""
+        if len(prompts) == 1:
+            return self._told(self._decoding.complete(prompts[0], replace(params, seed=seeds[0])))
+        requests = [
+            Request(encode(prompt, self._decoding.tokenizer), replace(params, seed=seed), index=i)
             for prompt, seed in zip(prompts, seeds, strict=True)
-            for output in self._decoding.complete(prompt, replace(params, seed=seed))
+            for i in range(params.n)
         ]
+        return self._told(self._decoding._together(requests))
+
+    def abandon(self, prompt: Prompt, params: SamplingParams, seed: int) -> None:
+        """Begin an answer and do without the rest of it."""
+        stream = self._decoding.stream(prompt, replace(params, seed=seed))
+        next(stream, None)
+        stream.close()
+
+    def constrained(
+        self, prompt: Prompt, pattern: str, params: SamplingParams, seeds: Sequence[int]
+    ) -> list[str] | None:
+        """Texts that a regular expression was asked of; None if there are no grammars here."""
+        from slipstream.grammar import Grammars
+
+        target, ids = self._decoding.target, encode(prompt, self._decoding.tokenizer)
+        try:
+            grammar = Grammars(self._decoding.tokenizer, target.vocab_size, target.eos_token_ids).regex(pattern)
+        except (ImportError, InputError):
+            return None
+        masked = [replace(params, seed=seed, logits_processors=(grammar.processor(len(ids)),)) for seed in seeds]
+        return [self._decoding.complete(ids, one)[0].text for one in masked]
+
+    def _told(self, outputs: Sequence[Output]) -> list[Answer]:
         return [
             Answer(
                 tokens=o.tokens,
@@ -168,7 +195,7 @@ class CallableEngine:
     def __init__(self, name: str) -> None:
         self.name = name
         self._function = _imported(name)
-        self.honours = frozenset(getattr(self._function, "honours", ("temperature",)))
+        self.honours = _honoured(self._function, name)
 
     def complete(self, prompts: Sequence[Prompt], params: SamplingParams, seeds: Sequence[int]) -> list[Answer]:
         """As ``Engine`` has it."""
@@ -179,13 +206,39 @@ class CallableEngine:
         given.pop("n", None)
         answers = []
         for prompt, seed in zip(prompts, seeds, strict=True):
-            for index in range(params.n):
+            for number in range(params.n):
                 try:
-                    tokens = self._function(list(prompt), dict(given), seed + 1_000_003 * index)
-                except Exception as error:
+                    returned = self._function(list(prompt), dict(given), seed + 1_000_003 * number)
+                    answers.append(Answer(_ids(returned)))
+                except (Exception, SystemExit) as error:
                     raise EngineError(f"{type(error).__name__}: {error}, asked for {given}") from error
-                answers.append(Answer(tuple(int(t) for t in tokens)))
         return answers
+
+
+def _ids(returned: Any) -> tuple[int, ...]:
+    """What a function returned, as ids: 1.5 is none, and a text has none.
+
+    Raises:
+        TypeError: it is something else.
+    """
+    if isinstance(returned, str | bytes | Mapping):
+        raise TypeError(f"it returned a {type(returned).__name__}, not a list of ids")
+    return tuple(index(token) for token in returned)
+
+
+def _honoured(function: Any, name: str) -> frozenset[str]:
+    """The parameters that a function says it takes.
+
+    Raises:
+        InputError: they are no list of names, or no parameters.
+    """
+    given = getattr(function, "honours", ("temperature",))
+    names = list(given) if isinstance(given, list | tuple | set | frozenset) else [given]
+    known = [f.name for f in fields(SamplingParams)]
+    for one in names:
+        if one not in known:
+            raise InputError(f"--callable {name!r} honours {one!r}, which is no parameter; use {', '.join(known)}")
+    return frozenset(names)
 
 
 def _imported(name: str) -> Callable[..., Any]:
@@ -194,7 +247,7 @@ def _imported(name: str) -> Callable[..., Any]:
     sys.path.insert(0, here)
     try:
         found: Any = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError, ValueError) as error:
+    except Exception as error:  # the user's code may do anything
         raise InputError(f"--callable {name!r} cannot be imported ({error}); write MODULE:FUNCTION") from error
     finally:
         sys.path.remove(here)

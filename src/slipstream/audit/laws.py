@@ -9,7 +9,7 @@ from typing import Any
 
 from slipstream.audit.evidence import ChainBet, PairBet, RankBet, Wealth, detectable
 from slipstream.audit.law import Cells, LawTable, Scorer
-from slipstream.audit.types import Answer, Engine, Finding, Prompt
+from slipstream.audit.types import Answer, ComparisonError, Engine, EngineError, Finding, Prompt
 from slipstream.types import SamplingParams
 
 #: Joint laws of this many first tokens are tested, and of whole answers.
@@ -226,7 +226,10 @@ class PairCheck:
         """Take ``count`` further pairs."""
         prompts = [self.plan.prompt] * count
         ours = engine.complete(prompts, self.plan.params, [seed + i for i in range(count)])
-        theirs = self._reference.complete(prompts, self.plan.params, [2**30 + seed + i for i in range(count)])
+        try:
+            theirs = self._reference.complete(prompts, self.plan.params, [2**30 + seed + i for i in range(count)])
+        except EngineError as error:
+            raise ComparisonError(f"{self._reference.name}: {error}") from error
         for our, their in zip(ours, theirs, strict=True):
             self.samples += 1
             tokens = our.tokens is not None and their.tokens is not None

@@ -12,8 +12,10 @@ from slipstream.audit.types import Finding
 
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; color: #222 }
-table { border-collapse: collapse; width: 100%; margin: .5rem 0 1.5rem }
+:root { color-scheme: light dark }
+table { border-collapse: collapse; display: block; overflow-x: auto; margin: .5rem 0 1.5rem }
 td, th { text-align: left; padding: .25rem .6rem; border-bottom: 1px solid #ddd; vertical-align: top }
+td { overflow-wrap: anywhere; min-width: 3rem }
 td.n { text-align: right; font-variant-numeric: tabular-nums }
 .pass { color: #17692f }
 .fault { color: #b00020; font-weight: 600 } .undecided { color: #8a5a00 } .skipped { color: #777 }
@@ -30,7 +32,9 @@ _WORST = 8
 def to_html(report: Report) -> str:
     """The whole page."""
     parts = [
-        f"<!doctype html><html lang='en'><meta charset='utf-8'><title>Audit of {escape(report.engine)}</title>",
+        "<!doctype html><html lang='en'><meta charset='utf-8'>",
+        "<meta name='viewport' content='width=device-width, initial-scale=1'>",
+        f"<title>Audit of {escape(report.engine)}</title>",
         f"<style>{_STYLE}</style>",
         f"<h1>Audit: <span class='{_CLASS[report.verdict]}'>{escape(report.verdict)}</span></h1>",
         _rows(

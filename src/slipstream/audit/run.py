@@ -16,7 +16,7 @@ from slipstream.audit.reference import FAULTS, ReferenceDecoder
 from slipstream.audit.single import single_tests
 from slipstream.audit.suite import Remembering, Settings, candidates, law_plans, pair_plans
 from slipstream.audit.toy import ToyModel
-from slipstream.audit.types import Engine, EngineError, Finding
+from slipstream.audit.types import ComparisonError, Engine, EngineError, Finding
 from slipstream.errors import InputError
 
 EXACT, FAULT, UNDECIDED = "exact within power", "fault found", "not decided"
@@ -166,7 +166,9 @@ def single_findings(engine: Engine, scorer: Scorer, settings: Settings) -> list[
 
 
 def failure(error: EngineError) -> Finding:
-    """What an engine's failing says: it was asked for nothing that it refuses."""
+    """What an engine's failing says: it was asked for nothing that it refuses; the reference's failing says nothing."""
+    if isinstance(error, ComparisonError):
+        return Finding(FAILED, "every request is answered", "undecided", f"the reference failed: {error}")
     return Finding(FAILED, "every request is answered", "fault", f"the engine failed: {error}")
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from slipstream.audit.law import Scorer, processed
-from slipstream.audit.types import Answer, Engine, Finding, Prompt
+from slipstream.audit.types import Abandoning, Answer, Constraining, Engine, Finding, Prompt
 from slipstream.types import SamplingParams
 
 Ids = tuple[int, ...]
@@ -41,6 +42,8 @@ def single_tests(
     yield lambda: samples_of_one(engine, prompts[0], seed)
     yield lambda: logprobs(engine, scorer, prompts[0], tolerance, seed)
     yield lambda: counters(engine, prompts, seed)
+    if isinstance(engine, Constraining):
+        yield from _grammar_tests(engine, prompts[0], seed)
 
 
 def greedy(
@@ -59,11 +62,19 @@ def greedy(
     for prompt, answer in zip(prompts, answers, strict=True):
         tokens = answer.tokens or ()
         seen += len(tokens)
+        if strange := _outside(tokens, scorer):
+            faults.append(strange)
+            continue
         for i, (gap, said) in enumerate(_gaps(scorer, prompt, tokens, params)):
             if gap > 0:
                 (faults if gap > 2 * tolerance else ties).append(f"position {i + 1}: {said}")
     finding = _finding(name, claim, faults, seen)
     return finding if faults or not ties else replace(finding, detail=f"{len(ties)} ties: {'; '.join(ties[:3])}")
+
+
+def _outside(tokens: Ids, scorer: Scorer) -> str:
+    """Which id the target does not have; it could not be asked about what follows."""
+    return next((f"id {t} is outside of the vocabulary" for t in tokens if not 0 <= t < scorer.vocab_size), "")
 
 
 def _gaps(scorer: Scorer, prompt: Ids, tokens: Ids, params: SamplingParams) -> Iterator[tuple[float, str]]:
@@ -141,21 +152,53 @@ def seeds(engine: Engine, prompt: Ids, seed: int) -> Finding:
 
 def isolation(engine: Engine, prompts: Sequence[Ids], seed: int) -> Finding:
     """A request's answer does not depend on what is asked beside or before it."""
-    claim = "answers are the same alone, in a batch, and after others"
+    claim = "answers are the same alone, again, in a batch, after others, and after one that was abandoned"
     if "seed" not in engine.honours:
         return _skipped("isolation", claim, "without seeds sampled answers cannot be compared")
     params = SamplingParams(temperature=1.0, max_new_tokens=_SHORT)
     own = list(range(seed, seed + len(prompts)))
-    alone = [engine.complete([p], params, [s])[0].tokens for p, s in zip(prompts, own, strict=True)]
-    beside = [a.tokens for a in engine.complete(list(prompts), params, own)]
-    turned = [a.tokens for a in engine.complete(list(prompts[::-1]), params, own[::-1])][::-1]
+    # Other prompts than before, so that no cache knows their beginnings at first, and knows all of them later.
+    fresh = [(*prompt[::-1], *prompt) for prompt in prompts]
+
+    def alone() -> list[Ids | None]:
+        return [engine.complete([p], params, [s])[0].tokens for p, s in zip(fresh, own, strict=True)]
+
+    first = alone()
+    others = {
+        "the second time": alone(),
+        "in a batch": [a.tokens for a in engine.complete(fresh, params, own)],
+        "in a batch, turned round": [a.tokens for a in engine.complete(fresh[::-1], params, own[::-1])][::-1],
+    }
+    if isinstance(engine, Abandoning):
+        for prompt in fresh:
+            engine.abandon(prompt, replace(params, max_new_tokens=4 * _SHORT), seed + 1000)
+        others["after one that was abandoned"] = alone()
     faults = [
-        f"prompt {i + 1}: {a} alone, {b} in a batch"
-        for i, (a, *others) in enumerate(zip(alone, beside, turned, strict=True))
-        for b in others
+        f"prompt {i + 1}: {a} alone, {b} {how}"
+        for how, again in others.items()
+        for i, (a, b) in enumerate(zip(first, again, strict=True))
         if a != b
     ]
-    return _finding("isolation", claim, faults, 3 * len(prompts))
+    return _finding("isolation", claim, faults, (1 + len(others)) * len(prompts))
+
+
+#: Six letters: what no model says by itself, and ends before any cap.
+_PATTERN = "[xyz]{6}"
+
+
+def _grammar_tests(engine: Constraining, prompt: Ids, seed: int) -> Iterator[Callable[[], Finding]]:
+    """The test of grammars, if the engine has them."""
+    params = SamplingParams(temperature=1.0, max_new_tokens=4 * _SHORT)
+    if engine.constrained(prompt, _PATTERN, params, [seed]) is not None:
+        yield lambda: grammar(engine, prompt, seed)
+
+
+def grammar(engine: Constraining, prompt: Ids, seed: int) -> Finding:
+    """Sampled answers keep to a regular expression, whatever is drafted."""
+    params = SamplingParams(temperature=1.0, max_new_tokens=4 * _SHORT)
+    texts = engine.constrained(prompt, _PATTERN, params, range(seed, seed + 10)) or []
+    faults = [f"{text!r} does not match {_PATTERN}" for text in texts if not re.fullmatch(_PATTERN, text)]
+    return _finding("grammar", "answers keep to a regular expression", faults, len(texts))
 
 
 def samples_of_one(engine: Engine, prompt: Ids, seed: int) -> Finding:
@@ -181,6 +224,8 @@ def logprobs(engine: Engine, scorer: Scorer, prompt: Ids, tolerance: float, seed
     tokens = answer.tokens or ()
     if not tokens or answer.logprobs is None or all(said is None for said in answer.logprobs):
         return _skipped("logprobs", claim, "the engine returned none")
+    if strange := _outside(tokens, scorer):
+        return _finding("logprobs", claim, [strange], len(tokens))
     rows = scorer.logits(prompt, tokens[:-1])
     wanted = [float(r[t] - np.logaddexp.reduce(r)) for r, t in zip(rows, tokens, strict=True)]
     faults = [

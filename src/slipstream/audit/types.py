@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from slipstream.errors import SlipstreamError
 from slipstream.types import SamplingParams
@@ -50,6 +50,10 @@ class EngineError(SlipstreamError):
     """An engine gave no answer to a request that it should be able to answer."""
 
 
+class ComparisonError(EngineError):
+    """What an engine is compared with gave no answer; that says nothing of the engine."""
+
+
 class Engine(Protocol):
     """Something that completes prompts and is said to follow the target exactly."""
 
@@ -59,6 +63,26 @@ class Engine(Protocol):
 
     def complete(self, prompts: Sequence[Prompt], params: SamplingParams, seeds: Sequence[int]) -> list[Answer]:
         """``params.n`` answers to each prompt, asked for together, each prompt with its own seed."""
+        ...
+
+
+@runtime_checkable
+class Abandoning(Protocol):
+    """An engine of which one can hang up."""
+
+    def abandon(self, prompt: Prompt, params: SamplingParams, seed: int) -> None:
+        """Begin an answer, take its first part, and do without the rest."""
+        ...
+
+
+@runtime_checkable
+class Constraining(Protocol):
+    """An engine that may have grammars."""
+
+    def constrained(
+        self, prompt: Prompt, pattern: str, params: SamplingParams, seeds: Sequence[int]
+    ) -> list[str] | None:
+        """Texts of answers that a regular expression was asked of, one a seed; None if there are no grammars."""
         ...
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -26,6 +26,10 @@ if TYPE_CHECKING:
     from slipstream.models.base import Model
 
 TOY = "toy"
+#: A run that is killed loses what came in this time.
+_SAVE_SECONDS = 10.0
+#: A server may take so long for a request, and longer only if the whole run may.
+_LEAST_SECONDS = 60.0
 _MARKS = {"pass": "ok", "fault": "FAULT", "undecided": "?", "skipped": "-"}
 
 
@@ -160,10 +164,11 @@ def load(task: AuditTask) -> Loaded:
         import torch
 
         torch.set_num_threads(task.threads)
-    reference = EndpointEngine(task.reference_url) if task.reference_url else None
+    seconds = max(_LEAST_SECONDS, 60 * task.minutes)
+    reference = EndpointEngine(task.reference_url, seconds=seconds) if task.reference_url else None
     if task.model is None:
         assert task.url is not None
-        return Loaded(EndpointEngine(task.url), None, reference)
+        return Loaded(EndpointEngine(task.url, seconds=seconds), None, reference)
     if task.model == TOY:
         toy = ToyModel()
         target, scorer = _as_model(toy), toy
@@ -175,7 +180,7 @@ def load(task: AuditTask) -> Loaded:
         target = load_model(task.model, weights=task.weights, device=task.device)
         scorer = ModelScorer(target)  # type: ignore[assignment]
     if task.url:
-        endpoint = EndpointEngine(task.url, target.eos_token_ids)
+        endpoint = EndpointEngine(task.url, target.eos_token_ids, seconds)
         plain = SlipstreamEngine(_plain(target), "plain decoding of the target here")
         return Loaded(endpoint, scorer, reference or plain)
     if task.function:
@@ -245,15 +250,19 @@ def _audit(task: AuditTask, settings: Settings, loaded: Loaded, progress: Progre
     controls = run_controls(settings, progress)
     progress("one answer at a time", 0.0)
     singles, audit = _prepared(loaded, settings)
-    key = {"engine": loaded.engine.name, "model": task.model, "settings": asdict(settings)}
+    key = {"engine": loaded.engine.name, "model": task.model, "settings": asdict(settings), "options": _kind(task)}
     state = _restore(task, audit, key)
-    spent = state.get("seconds", 0.0)
+    began = start - state.get("seconds", 0.0)
+
+    def save() -> None:
+        if task.resume is not None:
+            document = {"key": key, "seconds": monotonic() - began, **audit.state()}
+            write_whole(Path(task.resume), lambda path: path.write_text(json.dumps(document), encoding="utf-8"))
+
     if not any(f.result == "fault" and f.name == FAILED for f in singles):
-        singles += _collect(task, audit, progress)
-    seconds = spent + monotonic() - start
-    if task.resume is not None:
-        document = {"key": key, "seconds": seconds, **audit.state()}
-        write_whole(Path(task.resume), lambda path: path.write_text(json.dumps(document), encoding="utf-8"))
+        singles += _collect(task, audit, progress, save)
+    save()
+    seconds = monotonic() - began
     findings = (*singles, *audit.findings())
     return Report(
         engine=loaded.engine.name,
@@ -265,6 +274,11 @@ def _audit(task: AuditTask, settings: Settings, loaded: Loaded, progress: Progre
         seconds=seconds,
         answers=audit.samples,
     )
+
+
+def _kind(task: AuditTask) -> list[str]:
+    """Options that make other answers, or another law of them, without a part in the engine's name."""
+    return [task.weights, task.draft_weights, task.device, task.url or "", task.reference_url or "", task.skip]
 
 
 def _prepared(loaded: Loaded, settings: Settings) -> tuple[list[Finding], Audit]:
@@ -294,24 +308,32 @@ def _restore(task: AuditTask, audit: Audit, key: dict[str, Any]) -> dict[str, An
 
     state = None if task.resume is None else load_state(Path(task.resume), key)
     if state is not None:
-        audit.restore(state)
+        try:
+            audit.restore(state)
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise InputError(
+                f"--resume {task.resume!r} is damaged ({error}); remove it, or give another file"
+            ) from error
     return state or {}
 
 
-def _collect(task: AuditTask, audit: Audit, progress: Progress) -> list[Finding]:
-    """Ask until all is clear or time is up; a finding if the engine failed.
+def _collect(task: AuditTask, audit: Audit, progress: Progress, save: Callable[[], None]) -> list[Finding]:
+    """Ask until all is clear or time is up; a finding if the engine failed. Saved every few seconds, for who is killed.
 
     The time is the engine's own: on a busy machine the controls alone would use it up.
     """
     from slipstream.audit.run import failure
     from slipstream.audit.types import EngineError
 
-    start = monotonic()
+    start = saved = monotonic()
     try:
         while monotonic() - start < 60 * task.minutes:
             progress(f"{audit.samples:,} answers", audit.share)
             if not audit.step():
                 break
+            if monotonic() - saved >= _SAVE_SECONDS:
+                save()
+                saved = monotonic()
     except KeyboardInterrupt:
         click.echo("slipstream: interrupted; reporting what there is", err=True)
     except EngineError as error:

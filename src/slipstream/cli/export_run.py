@@ -10,7 +10,7 @@ from pathlib import Path
 import click
 
 from slipstream.errors import InputError
-from slipstream.export.kubernetes import Cluster, check_name, objects
+from slipstream.export.kubernetes import Cluster, check_name, check_storage, objects
 from slipstream.export.types import Export, Target
 from slipstream.export.write import EXPORTERS, SCRIPT, documents, words
 from slipstream.fields import to_json
@@ -96,6 +96,7 @@ def check(task: ExportTask) -> None:
             f"--tensor-parallel {task.tensor_parallel} does not divide into {task.nodes} machines; use a multiple"
         )
     check_name(task.name)
+    check_storage(task.storage)
     out = Path(task.out)
     if out.exists() and not out.is_dir():
         raise InputError(f"--out {task.out!r} is a file; give a folder")

@@ -5,12 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from random import Random
 from typing import Any
 
 from slipstream.errors import InputError
+from slipstream.measure.files import write_whole
+from slipstream.serve.capture import files_of
 
 #: Lines shorter than this say nothing about where a text is from.
 _TELLING = 20
@@ -85,6 +87,27 @@ def read_documents(sources: Sequence[str], pattern: str = "*") -> list[Document]
     if not found:
         raise InputError(f"--data {', '.join(sources)} holds no text; give files of text or JSON lines: {_LAYOUTS}")
     return found
+
+
+def is_captured(source: str) -> bool:
+    """Whether a source of documents is a folder that a server captures to."""
+    path = Path(_named(source)[1]).expanduser()
+    return path.is_dir() and bool(files_of(path))
+
+
+def keep(file: Path, documents: Sequence[Document], given: Sequence[Document]) -> None:
+    """Write documents down, those to measure on behind the others, for ``load``."""
+    rows = [json.dumps([side, asdict(d)]) for side, some in enumerate((documents, given)) for d in some]
+    write_whole(file, lambda partial: partial.write_text("\n".join(rows) + "\n", encoding="utf-8"))
+
+
+def load(file: Path) -> tuple[list[Document], list[Document]]:
+    """What ``keep`` wrote."""
+    sides: tuple[list[Document], list[Document]] = ([], [])
+    for line in file.read_text(encoding="utf-8").splitlines():
+        side, values = json.loads(line)
+        sides[side].append(Document(**values | {"messages": tuple(values["messages"])}))
+    return sides
 
 
 def split(documents: Sequence[Document], share: float, seed: int = 0) -> Split:
@@ -186,8 +209,14 @@ def _share_within(document: Document, lines: set[int]) -> float:
     return sum(len(line) for line in own if hash(line) in lines) / total if total else 0.0
 
 
-def _of_source(source: str, pattern: str) -> Iterator[Document]:
+def _named(source: str) -> tuple[str, str]:
+    """Category and path of ``CATEGORY=PATH``."""
     category, _, name = source.partition("=") if "=" in source and not Path(source).exists() else ("", "", source)
+    return category, name
+
+
+def _of_source(source: str, pattern: str) -> Iterator[Document]:
+    category, name = _named(source)
     path = Path(name).expanduser()
     if path.is_dir():
         category = category or path.resolve().name

@@ -161,10 +161,20 @@ def _check_places(job: Job) -> None:
     parent = out.resolve().parent
     if not parent.is_dir():
         raise InputError(f"--out {str(out)!r} is in a folder that does not exist; make the folder first")
-    if job.work.exists() and not job.resume:
+    begun = (job.work / SETTINGS).exists()
+    if begun and not job.resume:
         raise InputError(f"{str(job.work)!r} holds an unfinished run; go on with --resume, or remove it to start anew")
-    if job.resume and not (job.work / SETTINGS).exists():
+    if not begun and job.work.exists() and not _is_empty(job.work):
+        raise InputError(
+            f"{str(job.work)!r} is something else than an unfinished run; remove it, or give another --out"
+        )
+    if job.resume and not begun:
         raise InputError(f"there is no unfinished run in {str(job.work)!r}; leave --resume out")
+
+
+def _is_empty(work: Path) -> bool:
+    """Whether it is the folder of a run that was killed before it had anything; dots begin what was half written."""
+    return work.is_dir() and all(file.name.startswith(".") for file in work.iterdir())
 
 
 def _check_logs(folder: str) -> None:

@@ -41,6 +41,8 @@ from slipstream.types import SamplingParams
 _LEAST_TRAINING, _LEAST_VALIDATION = 256, 32
 #: What the target answered, in the folder of an unfinished run.
 ANSWERS = "answers.jsonl"
+#: There too: what was captured when the run began.
+DOCUMENTS = "documents.jsonl"
 #: Of a weight that is trained: itself, its gradient, two moments, the best one so far (fp32), and all but the gradient
 #: once more while the state is written. Of one that is not: itself, and once more for comparing.
 _TRAINED_BYTES, _FIXED_BYTES = 36, 8
@@ -98,11 +100,9 @@ def read_data(job: Job, target: Target, say: Callable[[str], None] = lambda _: N
     Raises:
         InputError: too little of it, or none that can be used.
     """
-    found = docs.read_documents(job.data, job.pattern)
-    if job.latest is not None:
-        found = found[-job.latest :]
+    found, given = _documents(job)
     if job.validation_data:
-        sides = docs.given_split(found, docs.read_documents(job.validation_data, job.pattern))
+        sides = docs.given_split(found, given)
     else:
         sides = docs.split(found, job.validation, job.seed)
     about = target.description
@@ -121,6 +121,22 @@ def read_data(job: Job, target: Target, say: Callable[[str], None] = lambda _: N
     left = {"without an answer": len(sides.training) + len(sides.validation) - len(training) - len(validation)}
     left |= {"not needed": len(training) - len(encoded)}
     return Data(encoded, windows, read | {name: n for name, n in left.items() if n}, fingerprint(encoded, windows))
+
+
+def _documents(job: Job) -> tuple[list[docs.Document], list[docs.Document]]:
+    """All documents, and those of ``--validation-data``.
+
+    A server may go on writing a capture, so a resumed run takes what there was when it began.
+    """
+    kept = job.work / DOCUMENTS
+    if kept.exists():
+        return docs.load(kept)
+    found = docs.read_documents(job.data, job.pattern)
+    found = found if job.latest is None else found[-job.latest :]
+    given = docs.read_documents(job.validation_data, job.pattern) if job.validation_data else []
+    if any(docs.is_captured(source) for source in (*job.data, *job.validation_data)):
+        docs.keep(kept, found, given)
+    return found, given
 
 
 def _answered(job: Job, sides: docs.Split, target: Target, say: Callable[[str], None]) -> list[list[Document]]:

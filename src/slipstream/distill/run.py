@@ -185,7 +185,7 @@ def distill(job: Job, observer: Observer) -> Result:
         torch.set_num_threads(job.threads)
     target = Target(job.target, job.weights, job.device)
     _ = target.description
-    fresh = not job.work.exists()
+    fresh = not (job.work / SETTINGS).exists()
     _make_work(job)
     try:
         run = _prepared(job, target, observer)

@@ -125,6 +125,20 @@ def schedule(plan: Plan, draft: Draft | None, k: int, most: int) -> tuple[tuple[
     )
 
 
+def without_effect(target: Target, engine: str, **why: str) -> list[str]:
+    """Notes on options that were given and that an engine does not take, by their fields: what to do instead."""
+    usual = Target()
+    return [
+        f"--{name.replace('_', '-')} has no effect with {engine}: {instead}"
+        for name, instead in why.items()
+        if getattr(target, name) != getattr(usual, name)
+    ]
+
+
+#: Only vLLM has two kinds of copies.
+ONE_KIND_OF_COPIES = "it has n-gram look-up only"
+
+
 def expected_acceptance(plan: Plan, draft: str | None, rules: Sequence[str]) -> str:
     """What acceptance to expect under the rule that the engine really uses, if the plan measured it."""
     for rule in rules:

@@ -49,6 +49,16 @@ def check_name(name: str) -> None:
         raise InputError(f"--name {name!r} cannot name Kubernetes objects; use small letters, digits and hyphens")
 
 
+def check_storage(size: str) -> None:
+    """Refuse a size that Kubernetes would.
+
+    Raises:
+        InputError: it is no quantity.
+    """
+    if not re.fullmatch(r"[0-9]+(\.[0-9]+)?([KMGTPE]i?|k)?", size) or not float(re.match(r"[0-9.]+", size)[0]):  # type: ignore[index]
+        raise InputError(f"--storage {size!r} is no size; write one such as 200Gi")
+
+
 def objects(plan: Plan, export: Export, cluster: Cluster) -> dict[str, str]:
     """Files by name, under ``kubernetes/``."""
     base = {
@@ -390,6 +400,18 @@ def dashboard_map(cluster: Cluster) -> Document:
     }
 
 
+def _image(image: str) -> tuple[str, Document]:
+    """An image's name, and its version as kustomize has it.
+
+    >>> _image("registry:5000/vllm:v1"), _image("registry:5000/vllm")
+    (('registry:5000/vllm', {'newTag': 'v1'}), ('registry:5000/vllm', {'newTag': 'latest'}))
+    """
+    name, at, digest = image.partition("@")
+    folder, slash, last = name.rpartition("/")
+    last, _, tag = last.partition(":")
+    return f"{folder}{slash}{last}", {"digest": digest} if at else {"newTag": tag or "latest"}
+
+
 def overlay(export: Export, cluster: Cluster) -> Document:
     """An example of what an environment changes: image, size, names."""
     patches: list[Any] = []
@@ -397,12 +419,12 @@ def overlay(export: Export, cluster: Cluster) -> Document:
         patch = [{"op": "replace", "path": "/spec/minReplicas", "value": cluster.replicas}]
         target = {"kind": "HorizontalPodAutoscaler", "name": cluster.name}
         patches.append({"target": target, "patch": dump(patch)})
-    name, _, tag = (cluster.image or export.image).rpartition(":")
+    name, change = _image(cluster.image or export.image)
     return {
         "apiVersion": "kustomize.config.k8s.io/v1beta1",
         "kind": "Kustomization",
         "namespace": "llm",
         "resources": ["../../base"],
-        "images": [{"name": name, "newTag": tag}],
+        "images": [{"name": name, **change}],
         **({"patches": patches} if patches else {}),
     }

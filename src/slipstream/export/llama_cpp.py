@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from slipstream.export.choices import choose, expected_acceptance
+from shlex import quote
+
+from slipstream.export.choices import ONE_KIND_OF_COPIES, choose, expected_acceptance, without_effect
 from slipstream.export.types import Argument, Export, Support, Target, Version, Wanted
 from slipstream.plan import Plan
 
@@ -41,11 +43,12 @@ def export(plan: Plan, target: Target) -> Export:
         Argument(("--parallel", str(slots)), why),
         Argument(("-c", str(context), "--kv-unified"), "shared: each request's context times their number"),
         *([] if cpu else [Argument(("-ngl", "all"))]),
+        *_spread(target, cpu),
         *([Argument(("-t", str(plan.target.threads)), "as the plan was measured")] if plan.target.threads else []),
         Argument(("--metrics",), "for `slipstream monitor`"),
         *_drafting(wanted, draft),
     ]
-    notes = [*wanted.notes, *_limits(wanted), *_files(plan, target, wanted)]
+    notes = [*wanted.notes, *_limits(wanted), *_files(plan, target, wanted), *_unused(target, cpu)]
     return Export(
         engine="llama.cpp",
         version=version,
@@ -61,6 +64,28 @@ def export(plan: Plan, target: Target) -> Export:
         running="llamacpp:requests_processing",
         target=model,
         draft=draft,
+    )
+
+
+def _spread(target: Target, cpu: bool) -> list[Argument]:
+    """Over several accelerators."""
+    if cpu or target.tensor_parallel == 1:
+        return []
+    why = f"{target.tensor_parallel} accelerators compute parts of each layer; it takes all that it sees"
+    return [Argument(("--split-mode", "row"), why)]
+
+
+def _unused(target: Target, cpu: bool) -> list[str]:
+    revision = "a GGUF file has its own version; keep one file for each"
+    spread = {"tensor_parallel": "the plan is of a CPU"} if cpu else {}
+    return without_effect(
+        target,
+        "llama.cpp",
+        **spread,
+        memory_share="it takes what weights and cache need; a smaller -c takes less",
+        copies=ONE_KIND_OF_COPIES,
+        target_revision=revision,
+        draft_revision=revision,
     )
 
 
@@ -116,8 +141,8 @@ def _files(plan: Plan, target: Target, wanted: Wanted) -> list[str]:
     if "model" in wanted.kinds and wanted.model:
         models.append((target.draft or wanted.model, "int8"))
     return [
-        f"make the file with: python convert_hf_to_gguf.py {name} --outtype {TYPES.get(weights, 'f16')} "
-        f"--outfile {_gguf(name, weights)}"
+        f"make the file with: python convert_hf_to_gguf.py {quote(name)} --outtype {TYPES.get(weights, 'f16')} "
+        f"--outfile {quote(_gguf(name, weights))}"
         for name, weights in models
         if not name.endswith(".gguf")
     ]

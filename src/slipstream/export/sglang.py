@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from slipstream.export.choices import choose, expected_acceptance, weights_note
+from slipstream.export.choices import ONE_KIND_OF_COPIES, choose, expected_acceptance, weights_note, without_effect
 from slipstream.export.types import Argument, Export, Support, Target, Wanted
 from slipstream.plan import Plan
 
@@ -19,7 +19,7 @@ def export(plan: Plan, target: Target) -> Export:
     """Command."""
     version, _, warnings = SUPPORT.find(target.version)
     wanted = choose(plan, "sglang", target)
-    notes = [*wanted.notes, *_limits(wanted)]
+    notes = [*wanted.notes, *_limits(wanted), *without_effect(target, "sglang", copies=ONE_KIND_OF_COPIES)]
     model, port = target.target or plan.target.model, target.port or 30000
     share = 0.85 if target.memory_share is None else target.memory_share
     arguments = [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from slipstream.export.choices import choose, expected_acceptance, weights_note
+from slipstream.export.choices import ONE_KIND_OF_COPIES, choose, expected_acceptance, weights_note, without_effect
 from slipstream.export.types import FILES, Argument, Export, Support, Target, Version, Wanted, version_text
 from slipstream.plan import Plan
 from slipstream.yaml_text import Noted, comment, dump
@@ -28,7 +28,9 @@ def export(plan: Plan, target: Target) -> Export:
     """Command and config file."""
     version, numbers, warnings = SUPPORT.find(target.version)
     wanted = choose(plan, "tensorrt-llm", target)
+    revision = "speculative_config has no place for it; give a folder with that version as --draft"
     notes = [*wanted.notes]
+    notes += without_effect(target, "tensorrt-llm", copies=ONE_KIND_OF_COPIES, draft_revision=revision)
     config = _config(wanted, target, numbers, notes)
     model, port = target.target or plan.target.model, target.port or 8000
     option = "--config" if numbers >= NEW_NAMES else "--extra_llm_api_options"
@@ -69,6 +71,8 @@ def _config(wanted: Wanted, target: Target, version: Version, notes: list[str]) 
         "return_perf_metrics": Noted(True, "acceptance by position, for `slipstream monitor`"),
         "enable_iter_perf_stats": Noted(True, "draft and accepted tokens of each iteration"),
     }
+    if target.target_revision:
+        config |= {"revision": target.target_revision, "tokenizer_revision": target.target_revision}
     if not wanted.kinds:
         return config
     config["disable_overlap_scheduler"] = Noted(True, "draft models and n-grams run beside the target and need it off")

@@ -102,7 +102,8 @@ class Support:
         Raises:
             InputError: it is no version, or too old.
         """
-        text = (version or self.newest).lower().removeprefix("v").removeprefix("b")
+        # "+cpu" and the like say how it was built.
+        text = (version or self.newest).lower().removeprefix("v").removeprefix("b").partition("+")[0]
         if not re.fullmatch(r"\d+(\.\d+)*([.-]?(post|rc|dev|a|b)\d*)?", text):
             raise InputError(f"--version {version!r} is no version of {self.engine}; write one such as {self.newest}")
         numbers = _numbers(text)

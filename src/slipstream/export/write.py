@@ -69,7 +69,7 @@ def _head(plan: Plan, export: Export) -> Iterator[str]:
 
 def readme(plan: Plan, export: Export) -> str:
     """What to do, and what the engine cannot."""
-    address = f"http://HOST:{export.port}"
+    address, target = f"http://HOST:{export.port}", shlex.quote(plan.target.model)
     lines = [
         f"# {export.engine} {export.version}",
         "",
@@ -77,8 +77,8 @@ def readme(plan: Plan, export: Export) -> str:
         "",
         "```sh",
         f"sh {SCRIPT}",
-        f"slipstream bench {plan.target.model} --peer {address}",
-        f"slipstream audit {plan.target.model} --url {address}",
+        f"slipstream bench {target} --peer {address}",
+        f"slipstream audit {target} --url {address}",
         f"slipstream monitor --url {address}{export.metrics} --plan plan.json",
         "```",
         "",

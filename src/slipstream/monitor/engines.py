@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import isfinite
 from typing import Any
 
 from slipstream.errors import InputError
@@ -396,7 +397,7 @@ def from_iterations(iterations: object, time: float) -> Reading:
     Raises:
         InputError: it is something else.
     """
-    if not isinstance(iterations, list) or not all(isinstance(entry, dict) for entry in iterations):
+    if not isinstance(iterations, list) or not all(map(_is_iteration, iterations)):
         raise InputError("the metrics are JSON, but no list of iterations; give the address of Prometheus' metrics")
     drafted = accepted = drafting = rounds = 0.0
     for entry in iterations:
@@ -409,6 +410,21 @@ def from_iterations(iterations: object, time: float) -> Reading:
     raw = Raw(drafted, accepted, min(drafting, rounds), rounds)
     running = float((iterations[-1].get("numActiveRequests") or 0) if iterations else 0)
     return Reading(TENSORRT_LLM.engine, time, {Stream(): raw}, cumulative=False, running=running)
+
+
+def _is_iteration(entry: object) -> bool:
+    """Whether it is an object, and what is read of it are objects of finite numbers."""
+    if not isinstance(entry, dict):
+        return False
+    parts = [entry.get(name) or {} for name in ("specDecodingStats", "inflightBatchingStats")]
+    if not all(isinstance(part, dict) for part in parts):
+        return False
+    read = [parts[0].get(name) for name in _SPECULATIVE]
+    read += [parts[1].get("numGenRequests"), entry.get("numActiveRequests")]
+    return all(value is None or (isinstance(value, int | float) and isfinite(value)) for value in read)
+
+
+_SPECULATIVE = ("numDraftTokens", "numAcceptedTokens", "numRequestsWithDraftTokens")
 
 
 # --- which models -----------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import isfinite
 
 from slipstream.errors import SlipstreamError
 
@@ -37,8 +38,8 @@ class Scrape:
         return name in self.samples or name in self.help or name.removesuffix("_total") in self.help
 
     def of(self, name: str) -> tuple[Sample, ...]:
-        """The lines of one metric."""
-        return self.samples.get(name, ())
+        """The lines of one metric, but for those that say "no number" (NaN), or infinity."""
+        return tuple(sample for sample in self.samples.get(name, ()) if isfinite(sample.value))
 
 
 def parse(text: str) -> Scrape:
@@ -52,7 +53,7 @@ def parse(text: str) -> Scrape:
     """
     samples: dict[str, list[Sample]] = {}
     texts: dict[str, str] = {}
-    for number, line in enumerate(text.splitlines(), start=1):
+    for number, line in enumerate(text.split("\n"), start=1):
         line = line.strip()
         if line.startswith("#"):
             words = line.split(None, 3)

@@ -101,8 +101,11 @@ class Store:
 
     def state(self, service: str) -> dict[str, Any] | None:
         """What was known of a service; None if nothing."""
-        row = self._db.execute("SELECT state FROM service WHERE name = ?", (service,)).fetchone()
-        return json.loads(row[0]) if row else None
+        try:
+            row = self._db.execute("SELECT state FROM service WHERE name = ?", (service,)).fetchone()
+            return json.loads(row[0]) if row else None
+        except (sqlite3.Error, ValueError) as error:
+            raise InputError(f"the monitor's state is damaged ({error}); choose another file with --state") from error
 
     def keep(self, service: str, time: float, state: Mapping[str, Any], samples: Iterable[tuple[str, Any]]) -> None:
         """Replace what is known of a service, and add samples: a stream's name and its counts."""
@@ -173,4 +176,5 @@ class Store:
 
     def sent(self, number: int) -> None:
         """It arrived."""
-        self._db.execute("DELETE FROM delivery WHERE id = ?", (number,))
+        with self.together():
+            self._db.execute("DELETE FROM delivery WHERE id = ?", (number,))

@@ -147,7 +147,7 @@ def round_time(window: Counts, costs: Costs) -> float:
 def to_document(state: Watched) -> dict[str, Any]:
     """For a file."""
     return {
-        "raw": _plain(state.raw) if state.raw is not None else None,
+        "raw": raw_to_document(state.raw) if state.raw is not None else None,
         "total": _plain(state.total),
         "recent": [_plain(counts) for counts in state.recent],
         "tests": {name: test.document() for name, test in state.tests.items()},
@@ -159,13 +159,23 @@ def to_document(state: Watched) -> dict[str, Any]:
 def from_document(document: Mapping[str, Any]) -> Watched:
     """A state from ``to_document``."""
     return Watched(
-        raw=Raw(**_keyed(document["raw"])) if document["raw"] is not None else None,
+        raw=raw_from_document(document["raw"]) if document["raw"] is not None else None,
         total=Counts(**_keyed(document["total"])),
         recent=tuple(Counts(**_keyed(counts)) for counts in document["recent"]),
         tests={name: drift.restore(test) for name, test in document["tests"].items()},
         silent=document["silent"],
         resets=document["resets"],
     )
+
+
+def raw_to_document(raw: Raw) -> dict[str, Any]:
+    """For a file."""
+    return _plain(raw)
+
+
+def raw_from_document(document: Mapping[str, Any]) -> Raw:
+    """Sums from ``raw_to_document``."""
+    return Raw(**_keyed(document))
 
 
 def _plain(value: Raw | Counts) -> dict[str, Any]:

@@ -185,6 +185,22 @@ class Raw:
 
         return Raw(**{f.name: less(getattr(self, f.name), getattr(before, f.name)) for f in fields(Raw)})
 
+    def onto(self, before: Raw | None) -> Raw:
+        """What is known now: what an answer leaves out is as it was, or it would be counted again when it is back.
+
+        >>> Raw(drafted=7, accepted_at={1: 3}).onto(Raw(accepted=2, accepted_at={1: 2, 2: 1})).accepted_at
+        {1: 3, 2: 1}
+        """
+        if before is None:
+            return self
+
+        def newer(now: Any, then: Any) -> Any:
+            if isinstance(now, Mapping):
+                return {**then, **now}
+            return then if now is None else now
+
+        return Raw(**{f.name: newer(getattr(self, f.name), getattr(before, f.name)) for f in fields(Raw)})
+
     def went_back(self, before: Raw) -> bool:
         """Whether a counter is smaller than ``before``: the engine was started again, or reset."""
         for f in fields(Raw):

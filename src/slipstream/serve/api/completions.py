@@ -39,6 +39,8 @@ async def completions(body: CompletionRequest, http: HttpRequest) -> Response:
 async def _call(body: CompletionRequest, service: Service) -> Call:
     if body.echo and body.logprobs is not None:
         raise ApiError(400, "echo with logprobs is not supported: log-probabilities are of answers", param="echo")
+    if body.return_token_ids and body.stream:
+        raise ApiError(400, "return_token_ids is not for streams; set stream=false", param="return_token_ids")
     with naming("prompt", service):
         prompts = [await service.texts.encode(prompt) for prompt in _prompts(body.prompt)]
     most = _LENGTH if body.max_tokens is None else body.max_tokens
@@ -62,6 +64,7 @@ class CompletionAnswer(Answer):
     def __init__(self, body: CompletionRequest, call: Call, service: Service) -> None:
         super().__init__(body, call, service)
         self._logprobs = body.logprobs is not None
+        self._ids = bool(body.return_token_ids)
         self._echoed = [service.texts.text_of(r.prompt) if body.echo else "" for r in call.requests]
         self._texts = [""] * len(call.requests)
         self._all: list[list[Token]] = [[] for _ in call.requests]
@@ -81,7 +84,10 @@ class CompletionAnswer(Answer):
 
     def choices(self, outputs: Sequence[Output]) -> list[dict[str, Any]]:
         """All of the text."""
-        return [self._choice(i, self._texts[i], output.finish_reason, self._all[i]) for i, output in enumerate(outputs)]
+        found = [self._choice(i, self._texts[i], o.finish_reason, self._all[i]) for i, o in enumerate(outputs)]
+        for choice, output in zip(found, outputs if self._ids else (), strict=False):
+            choice["token_ids"] = list(output.tokens)
+        return found
 
     def _choice(self, index: int, text: str, reason: str | None, tokens: Sequence[Token] | None) -> dict[str, Any]:
         shown = None

@@ -244,6 +244,8 @@ class CompletionRequest(Generation):
     echo: bool | None = None
     """Begin the answer's text with the prompt."""
     logprobs: Annotated[int, Field(ge=0, le=20), _WHOLE] | None = None
+    return_token_ids: bool | None = None
+    """Each choice has `token_ids`: those of its answer, one that ended it included. Not in streams."""
 
 
 class ChatRequest(Generation):
