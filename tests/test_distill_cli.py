@@ -123,6 +123,7 @@ def test_the_draft_of_a_plan(tmp_path: Path) -> None:
         ({"drafts": [{"name": "suffix", "members": [{"kind": "suffix"}]}]}, "has no draft model to train"),
         ({"target": {}}, "is no plan"),
         ({"drafts": 3}, "is no plan"),
+        ({"format": 2}, "its format is 2, and this version reads format 1"),
     ],
 )
 def test_plans_that_cannot_be_used(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
