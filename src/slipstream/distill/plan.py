@@ -35,7 +35,9 @@ def read_plan(file: Path) -> Planned:
     except OSError as error:
         raise InputError(f"--from-plan {str(file)!r} cannot be read ({error.strerror}); give a plan.json") from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise InputError(f"--from-plan {str(file)!r} is no plan that can be read ({error}); make it with slipstream plan") from error
+        raise InputError(
+            f"--from-plan {str(file)!r} is no plan that can be read ({error}); make it with slipstream plan"
+        ) from error
     if not models or not isinstance(models[0], str):
         raise InputError(f"--from-plan {str(file)!r} has no draft model to train; make a plan with one, or use --init")
     return Planned(target, models[0])
