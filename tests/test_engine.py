@@ -886,6 +886,26 @@ def test_almost_nothing_and_bad_requests() -> None:
         assert last[one].output.finish_reason == "length"  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize(
+    "limits",
+    [{"requests": 0}, {"requests": None}, {"rows": 0}, {"rows": -5}, {"memory": 0}, {"memory": 1e9}, {"memory": True},
+     {"prefix": 1.0}, {"prefix": -0.5}, {"prefix": math.nan}],
+    ids=str,
+)  # fmt: skip
+def test_limits_with_which_nothing_would_ever_be_answered(limits: dict[str, Any]) -> None:
+    """With requests=0 or rows=-5 an engine went round without end."""
+    with pytest.raises(InputError, match=f"^{next(iter(limits))}="):
+        Engine(setting(TableModel(LAW, V)), Limits(**limits))
+
+
+def test_a_stop_string_without_text_is_refused() -> None:
+    """It was dropped silently, and the answer went on."""
+    engine = Engine(setting(TableModel(LAW, V)))
+    with pytest.raises(InputError, match="no tokenizer"):
+        engine.add(request([1], stop=("a",)))
+    assert engine.unfinished == 0
+
+
 def test_requests_are_added_and_aborted_from_other_threads() -> None:
     engine = Engine(setting(TableModel(LAW, V), greedy_of(LAW)), Limits(requests=5))
     added: list[tuple[int, int]] = []

@@ -164,7 +164,9 @@ def test_rounds_that_are_timed_again_count_as_much_as_the_first(monkeypatch: pyt
     list(planning.gather_rounds(subject, ledger, found, turns=1, again=1))
     clock.pace = 5.0
     list(planning.gather_rounds(subject, ledger, found, turns=1, again=2))
-    assert {name: len(some) for name, some in found.rounds.items()} == {name: len(some) for name, some in before.items()}
+    assert {name: len(some) for name, some in found.rounds.items()} == {
+        name: len(some) for name, some in before.items()
+    }
     for name, some in found.rounds.items():
         for (context, costs), (same, first) in zip(some, before[name], strict=True):
             assert context == same

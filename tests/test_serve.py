@@ -12,14 +12,15 @@ import httpx
 import openai
 import pytest
 import torch
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 
 from conftest import save_checkpoint
 from fakes import TableModel, random_law
 from serving import AGAIN, BROKEN, NAME, Served, parrot_engine, parrot_tokenizer, served, wait_for
 from slipstream import SamplingParams, SpeculativeDecoding
-from slipstream.drafters import ModelDrafter, NoDrafter
+from slipstream.drafters import ModelDrafter, NoDrafter, SuffixDrafter
 from slipstream.seats import Limits
+from slipstream.serve.api.schema import ChatRequest, CompletionRequest
 
 TEXT = "  the cat, the cat and\n\tthe café in the \N{GRINNING FACE}日本語 e\N{COMBINING DIAERESIS} hat "
 #: A text that repeats itself, so that copies are accepted.
@@ -293,6 +294,13 @@ def test_logprobs_of_chats(parrot: Served) -> None:
 
 
 # --- speculation ------------------------------------------------------------------------------------------------------
+
+
+def test_logprobs_of_nothing(parrot: Served) -> None:
+    """A stream of no token said nothing of log-probabilities, as if none had been asked for."""
+    for most in (0, 1):
+        made = both(parrot, CHAT, {"messages": user(""), "max_tokens": most, "logprobs": True, "n": 2})
+        assert [choice["logprobs"] for choice in made["choices"]] == [{"content": []}] * 2
 
 
 def test_usage_counts_drafts(parrot: Served) -> None:
@@ -686,6 +694,35 @@ def test_lone_surrogates_are_refused(parrot: Served) -> None:
         assert response.json()["error"]["message"]
 
 
+COUNT = 50_000
+FLOODS: list[tuple[str, str, str]] = [
+    (TEXTS, '{"prompt": [%s]}' % ",".join(["{}"] * COUNT), "prompt.0 is not usable"),
+    (TEXTS, '{"prompt": [[%s]]}' % ",".join(["{}"] * COUNT), "prompt.0.0 is not usable"),
+    (TEXTS, '{"prompt": "a", %s}' % ",".join(f'"x{i}": 1' for i in range(COUNT)), "x0 is not known here"),
+    (TEXTS, '{"prompt": "a", "logit_bias": {%s}}' % ",".join(f'"{i}": ""' for i in range(COUNT)), "logit_bias is"),
+    (CHAT, '{"messages": [%s]}' % ",".join(['{"role": "user", "content": [{}, {}, {}]}'] * 9_000), "messages.0.content.0"),
+    (CHAT, '{"messages": [{%s}]}' % ",".join(f'"x{i}": 1' for i in range(COUNT)), "messages.0.x0 is not known"),
+    (CHAT, '{"messages": [], "tools": [%s]}' % ",".join(["{}"] * 128), "messages is"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("path", "body", "said"), FLOODS, ids=[said for _, _, said in FLOODS])
+def test_a_body_full_of_faults_is_told_the_first(parrot: Served, path: str, body: str, said: str) -> None:
+    """Each bad item was an error of its own: four megabytes of them took gigabytes, and held all others up for long."""
+    model = CompletionRequest if path == TEXTS else ChatRequest
+    with pytest.raises(ValidationError) as found:
+        model.model_validate(json.loads(body))
+    assert found.value.error_count() < 300
+    response = httpx.post(parrot.url + path, content=body, headers={"Content-Type": "application/json"}, timeout=60)
+    assert response.status_code == 400
+    assert response.json()["error"]["message"].startswith(said)
+
+
+def test_a_long_name_is_not_repeated(parrot: Served) -> None:
+    error = post(parrot, TEXTS, {"prompt": "a", "x" * 10_000: 1}).json()["error"]
+    assert error["message"] == f"{'x' * 100} is not known here; leave it out"
+
+
 def test_paths_and_methods(parrot: Served) -> None:
     for path, status in [("/nothing", 404), ("/v1/models/other", 404), (CHAT, 405)]:
         response = httpx.get(parrot.url + path)
@@ -722,6 +759,24 @@ def test_broken_request_fails_alone(parrot: Served) -> None:
     assert post(parrot, CHAT, {"messages": user(BROKEN), "stream": True}).status_code == 500
     parrot.quiet()
     assert post(parrot, CHAT, {"messages": user("fine")}).json()["choices"][0]["message"]["content"] == "fine"
+
+
+def test_a_request_that_cannot_begin_fails_alone() -> None:
+    """What the engine could not even begin, for whatever reason, took the generation thread with it."""
+
+    class Picky(SuffixDrafter):
+        def start(self, sampler: Any) -> Any:
+            if sampler.params.seed == 13:
+                raise RuntimeError("not this one")
+            return super().start(sampler)
+
+    with served(parrot_engine(Picky())) as server:
+        for stream in (False, True):
+            response = post(server, CHAT, {"messages": user("a"), "seed": 13, "stream": stream})
+            assert response.status_code == 500
+            assert "not this one" not in response.text
+        assert post(server, CHAT, {"messages": user("fine")}).json()["choices"][0]["message"]["content"] == "fine"
+        server.quiet()
 
 
 def test_dead_end_of_a_grammar_is_the_clients_fault(parrot: Served) -> None:

@@ -318,6 +318,7 @@ def invoke(*args: object) -> Result:
         ('target = "m"\n[[keys]]\nname = "a"\nhash = "x"', "[[keys]] number 1 has no hash"),
         ('target = "m"\ncapture = "/proc/nothing"', "--capture /proc/nothing cannot be used"),
         ('target = "m"\ncapture-rate = 0', "capture-rate = 0 cannot be used"),
+        ('target = "m"\ntimeout = nan', "timeout = nan cannot be used"),
         ('target = "m"\nk = -1', "-k -1"),
         ("port = 1", "TARGET"),
     ],

@@ -291,6 +291,10 @@ def test_port_that_is_taken(checkpoint: Path) -> None:
         (["--capture-rate", "0.5"], "--capture-rate is about --capture DIR"),
         (["--capture-redact", "a:b"], "--capture-redact is about --capture DIR"),
         (["--memory", "1KB"], "memory=750 bytes"),
+        (["--memory", "0"], "memory=0 leaves no room"),
+        (["--timeout", "nan"], "'nan' is not a finite number"),
+        (["--drain-seconds", "inf"], "'inf' is not a finite number"),
+        (["--capture", "chats", "--capture-rate", "nan"], "'nan' is not a finite number"),
         (["--draft", "nothing-there"], "nothing-there"),
     ],
 )

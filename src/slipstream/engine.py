@@ -26,7 +26,7 @@ from slipstream.job import Job
 from slipstream.lockstep import Passes, together
 from slipstream.models.base import ROWS, Item, forward_each
 from slipstream.sampling import validate
-from slipstream.seats import Limits, Seats, models_of
+from slipstream.seats import Limits, Seats, check_limits, models_of
 from slipstream.types import Draft, Event, Output, Request
 
 Key = TypeVar("Key", bound=Hashable)
@@ -96,6 +96,7 @@ class Engine:
     def __init__(self, setting: Setting, limits: Limits | None = None) -> None:
         self.setting = setting
         self.limits = limits or Limits()
+        check_limits(self.limits)
         self.seats = Seats(setting.target, models_of(setting.drafter), self.limits)
         self._rows = self.limits.rows or int(getattr(setting.target, "prompt_rows", ROWS))
         self._goodput = setting.policy if isinstance(setting.policy, Goodput) else Goodput()
@@ -120,6 +121,8 @@ class Engine:
         """
         validate(request.params, self.setting.target.vocab_size)
         check_prompt(request.prompt, self.setting.target)
+        if request.params.stop and self.setting.tokenizer is None:
+            raise InputError(f"stop={list(request.params.stop)!r} needs text, but the engine has no tokenizer")
         with self._lock:  # so that both are of the same draft
             setting, arenas = self.setting, self.seats.arenas
         setting = self._own(request, setting)

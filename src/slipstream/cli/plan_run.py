@@ -169,6 +169,7 @@ def make(task: PlanTask, subject: Subject, pairs: Pairs, ledger: Ledger) -> Plan
     about = 2 * (TURNS + 1) * (1 + len(subject.bases))
     total = planning.text_steps(subject) + len(subject.prompts) + about + planning.curve_steps(subject)
     follow(gather(subject, ledger, found, task.batches), total, task.no_color)
+
     def make_it(turns: int) -> Made:
         return make_plan(subject, found, _wish(task, pairs, found), _about(subject), turns)
 

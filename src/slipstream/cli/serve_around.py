@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from slipstream.cli.options import FiniteRange
 from slipstream.errors import InputError
 from slipstream.serve.visits import bare
 
@@ -74,9 +75,7 @@ _OPTIONS = (
     click.option("--concurrent", type=_COUNT, metavar="N", help="Requests at a time, likewise."),
     click.option("--max-prompt", type=_COUNT, metavar="N", help="Tokens of a prompt (default: what TARGET reads)."),
     click.option("--max-body", default="4MB", metavar="SIZE", help="Of a request's body (default: 4MB)."),
-    click.option(
-        "--timeout", type=click.FloatRange(0), default=600.0, help="Seconds for an answer (600); 0: no limit."
-    ),
+    click.option("--timeout", type=FiniteRange(0), default=600.0, help="Seconds for an answer (600); 0: no limit."),
     click.option(
         "--cors-origin", multiple=True, metavar="ORIGIN", help="https://name whose pages may ask; repeatable."
     ),
@@ -90,7 +89,7 @@ _OPTIONS = (
     click.option(
         "--capture-rate",
         default=_CAPTURE["capture_rate"],
-        type=click.FloatRange(0, 1, min_open=True),
+        type=FiniteRange(0, 1, min_open=True),
         help="Share of answers to keep (1).",
     ),
     click.option(
