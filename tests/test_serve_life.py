@@ -21,10 +21,11 @@ import pytest
 
 from conftest import save_checkpoint
 from serving import Served, parrot_engine, parrot_tokenizer, served, wait_for
-from slipstream import SpeculativeDecoding
+from slipstream import InputError, SpeculativeDecoding
 from slipstream.models.version import version_of
 from slipstream.monitor.scrape import Source
 from slipstream.seats import Limits
+from slipstream.serve.service import Options, Service
 
 CHAT = "/v1/chat/completions"
 
@@ -108,6 +109,32 @@ def endless_requests(server: Served, count: int) -> Iterator[None]:
         over.set()
         for thread in threads:
             thread.join(10)
+
+
+@pytest.mark.parametrize("lane", [0, 1])
+def test_short_texts_do_not_wait_while_a_long_one_is_encoded(lane: int) -> None:
+    """Four megabytes took ten seconds, only to be refused, and nobody's prompt was encoded meanwhile."""
+    texts, blocked = Service(parrot_engine(), Options("toy")).texts, threading.Event()
+    busy = texts._threads[lane].submit(blocked.wait)
+
+    async def encode() -> None:
+        if lane:
+            assert len(await texts.encode("short")) == 6
+            assert await texts.encode_chat([{"role": "user", "content": "short"}])
+            assert len(await texts.plain("short")) == 5
+        for text in () if lane else ("a" * 100_000,):
+            assert len(await texts.plain(text)) == 100_000
+            with pytest.raises(InputError, match="reads at most"):
+                await texts.encode(text)
+            with pytest.raises(InputError, match="reads at most"):
+                await texts.encode_chat([{"role": "user", "content": "a"}], [{"description": text}])
+
+    try:
+        asyncio.run(encode())
+        assert not busy.done()
+    finally:
+        blocked.set()
+        texts.close()
 
 
 def test_too_many_are_told_to_come_back(endless: Served) -> None:

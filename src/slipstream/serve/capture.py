@@ -245,7 +245,7 @@ def _tell_stopped(error: OSError) -> None:
     log.error("capture stopped", extra={"fields": {"reason": error.strerror or str(error)}})
 
 
-def _tell_unredacted(error: Exception) -> None:
+def _tell_unredacted(error: BaseException) -> None:
     from slipstream.serve.logs import described, log
 
     log.error("redaction failed; the record was dropped", extra={"fields": described(error)})
