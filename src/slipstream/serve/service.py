@@ -131,7 +131,9 @@ class Service:
         if self.draining:
             raise ApiError(503, "the server is shutting down; try again later", code="shutting_down", retry_after=5)
         if not self.worker.alive:
-            raise ApiError(503, "the generation thread is not running; restart the server", code="crashed")
+            raise ApiError(
+                503, "the generation thread is not running; restart the server", code="crashed", retry_after=5
+            )
         waiting = self.pending + answers - self.engine.limits.requests
         if waiting > self.options.max_queue and self.pending:
             raise ApiError(503, "too many requests are waiting; try again later", code="overloaded", retry_after=1)
