@@ -103,9 +103,10 @@ def _refusal(error: RequestValidationError, content_type: str) -> ApiError:
 
 def _path(error: Mapping[str, Any]) -> tuple[str | int, ...]:
     """Names of fields and numbers of items, without those of the forms that were tried: ``str``, ``list[TextPart]``."""
-    given = (error["ctx"]["name"],) if error["type"] == "unknown_field" else ()
-    *parts, last = (*error["loc"], *given)
-    named = error["type"] in _UNKNOWN  # by the client, so it may look like anything
+    parts: list[str | int] = [*error["loc"]]
+    if error["type"] == "unknown_field":
+        parts.append(error["ctx"]["name"])
+    last, named = parts.pop(), error["type"] in _UNKNOWN  # by the client, so it may look like anything
     last = last[:_LONGEST_NAME] if named and isinstance(last, str) else last
     chosen = parts.index("response_format") + 1 if "response_format" in parts else None  # what its type says
     kept = [part for at, part in enumerate(parts) if _is_field(part) and at != chosen]

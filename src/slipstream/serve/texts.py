@@ -144,7 +144,7 @@ def _plain(text: str, tokenizer: Any | None) -> Sequence[int]:
     return ids
 
 
-def _silent(tokenizer: Any | None) -> Any | None:
+def _silent(tokenizer: Any) -> Any:
     """A tokenizer that does not warn of long texts on stderr, where log lines belong; they are refused by name."""
     if hasattr(tokenizer, "model_max_length"):
         tokenizer.model_max_length = sys.maxsize
