@@ -6,7 +6,8 @@
 
 Everything is predicted from plain answers, one pass of each model over them, and timed rounds. Each draft with each k
 really answers the same prompts, in turn with plain decoding. Rounds are timed before, between and after these answers,
-since a shared machine has slow and fast minutes. Prints a table and, as the last line, one JSON document. An interrupted run goes on where it was if it is called again.
+since a shared machine has slow and fast minutes. Prints a table and, as the last line, one JSON document. An
+interrupted run goes on where it was if it is called again.
 """
 
 from __future__ import annotations

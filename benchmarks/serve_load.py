@@ -254,7 +254,7 @@ def main() -> None:
     if firsts is not None:
         show_first_tokens(firsts)
     document = {
-        "settings": {name: value for name, value in vars(given).items() if name not in ("out", "prompts")},
+        "settings": {name: value for name, value in vars(given).items() if name not in ("out", "prompts", "url")},
         "machine": describe_machine(torch.device("cpu")),
         "rows": rows,
         "first_tokens": firsts,

@@ -567,11 +567,25 @@ def test_prompts_have_as_many_rows_as_requests_are_decoding() -> None:
 
 @needs_native
 def test_a_pass_has_the_rows_of_a_prompt_that_the_kernels_gain_from(native: Any) -> None:
+    """All of them while nobody has begun; beside answers so many for each that waits for its first token."""
+    few, most = native.prompt_rows
+    assert few < most < 64
     counting = Counting(native)
-    engine = Engine(setting(counting), Limits(memory=1 << 24))
+    engine = Engine(setting(counting), Limits(memory=1 << 24, prefix=0))
+
+    def rows_of_a_step() -> int:
+        before = counting.read
+        engine.step()
+        return counting.read - before
+
     engine.add(request([i % 60 for i in range(100)], 1))
-    engine.step()
-    assert counting.read == native.prompt_rows < 64
+    assert rows_of_a_step() == most
+    engine.add(request([3] * 4, 200))
+    assert rows_of_a_step() == most
+    assert rows_of_a_step() == few + 1
+    for start in range(3):
+        engine.add(request([(start + i) % 60 for i in range(100)], 1))
+    assert rows_of_a_step() == most + 1
 
 
 @needs_native

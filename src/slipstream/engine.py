@@ -98,7 +98,8 @@ class Engine:
         self.limits = limits or Limits()
         check_limits(self.limits)
         self.seats = Seats(setting.target, models_of(setting.drafter), self.limits)
-        self._rows = self.limits.rows or int(getattr(setting.target, "prompt_rows", ROWS))
+        few, most = getattr(setting.target, "prompt_rows", (ROWS, ROWS))
+        self._few_rows, self._most_rows = self.limits.rows or few, self.limits.rows or most
         self._goodput = setting.policy if isinstance(setting.policy, Goodput) else Goodput()
         self._goodput.left = getattr(setting.drafter, "left", 1.0)
         self._lock, self._stepping = Lock(), Lock()
@@ -282,11 +283,16 @@ class Engine:
         missing = {job: job.missing for job in self._running}
         plan = _Plan([job for job in self._running if missing[job] <= 0], {}, {})
         behind = {job: count for job, count in missing.items() if count > 0}
-        plan.reading = shares(behind, max(self._rows, len(plan.deciding)))
+        plan.reading = shares(behind, self._rows_to_read(len(behind), len(plan.deciding)))
         for job, count in plan.reading.items():
             if not job.adapts or self._goodput.pays:
                 plan.catching_up[job] = count
         return plan
+
+    def _rows_to_read(self, reading: int, deciding: int) -> int:
+        """Tokens of prompts in this pass: the more wait for their first token, the longer it may take."""
+        rows = min(self._few_rows * reading, self._most_rows) if deciding else self._most_rows
+        return max(rows, deciding)
 
     def _ask(self, plan: _Plan) -> None:
         """Decide on k for those who have a round. If its draft model has missed much, that comes first."""
@@ -320,7 +326,7 @@ class Engine:
                     behind[job] = missed
             except Exception as error:
                 plan.fail(job, error)
-        plan.catching_up |= shares(behind, max(self._rows, _LITTLE))
+        plan.catching_up |= shares(behind, max(self._few_rows, _LITTLE))
         for job in behind:
             del plan.asked[job]
             if job in plan.copied:

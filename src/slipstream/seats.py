@@ -31,7 +31,7 @@ class Limits:
     """At most so many are answered at a time; the others wait."""
     rows: int | None = None
     """Tokens of prompts that a pass reads, or as many as requests are decoding, if these are more. None: as many as the
-    target gains from; more would only have others wait for longer."""
+    target gains from; fewer if few read while others decode, which wait for that pass."""
     prefix: float = 0.25
     """Share of the memory for prefixes; 0 keeps none."""
 

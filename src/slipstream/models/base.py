@@ -15,7 +15,7 @@ from torch import Tensor
 
 #: Tokens of a prompt that go through the model in one pass; bounds the memory of activations.
 PREFILL_CHUNK = 512
-#: The same where other requests wait for that pass, of models without `prompt_rows`.
+#: The same of models without `prompt_rows` where others may be waiting for that pass.
 ROWS = 64
 
 

@@ -218,9 +218,12 @@ class LlamaModel:
         return 2 * self.num_layers * self.kv_heads * self.head_dim * self._dtype.itemsize
 
     @property
-    def prompt_rows(self) -> int:
-        """Tokens of a prompt in one pass, from which on a pass takes more time in proportion."""
-        return TILE if self._stack is not None else ROWS
+    def prompt_rows(self) -> tuple[int, int]:
+        """Tokens of prompts in one pass: for each prompt where others wait for that pass; at most.
+
+        The kernels take six rows at once. Four times as many are read in 0.7 of the time each, more in little less.
+        """
+        return (2 * TILE, 4 * TILE) if self._stack is not None else (ROWS, ROWS)
 
     @torch.inference_mode()
     def forward_batch(self, items: Sequence[Item]) -> list[Tensor]:
