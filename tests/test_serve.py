@@ -780,6 +780,29 @@ def test_a_request_that_cannot_begin_fails_alone() -> None:
         server.quiet()
 
 
+@pytest.mark.parametrize("pace", [False, True])
+def test_a_model_without_a_tokenizer(tmp_path: Path, pace: bool) -> None:
+    """Ids in, nothing but counts out. Streams broke off in the middle, and refusals told where the model lies."""
+    for file in save_checkpoint(tmp_path, parrot_tokenizer()).glob("*token*"):
+        file.unlink()
+    with served(SpeculativeDecoding(tmp_path, "suffix").engine(Limits(memory=1 << 22)), pace=pace) as server:
+        body = {"prompt": [5] * 20, "max_tokens": 40, "temperature": 0, "speculation": {"k": 5, "statistics": True}}
+        made = streamed(server, TEXTS, body)
+        assert made["choices"] == [{"index": 0, "finish_reason": "length", "text": ""}]
+        assert made["speculation"]["accepted"] > 0
+        assert (made["speculation"]["speed_up"] is not None) == (
+            whole(server, TEXTS, body)["speculation"]["speed_up"] is not None
+        )
+        predicted = {"type": "content", "content": "a"}
+        for more in ({"logprobs": 1}, {"stop": "a"}, {"echo": True}, {"prompt": "a"}, {"guided_regex": "a"},
+                     {"prediction": predicted}, {"speculation": {"tokens": True}, "stream": True}):  # fmt: skip
+            response = post(server, TEXTS, {**body, **more})
+            assert response.status_code == 400, response.text
+            assert response.json()["error"]["param"].partition(".")[0] in more
+            assert str(tmp_path) not in response.text
+        server.quiet()
+
+
 def test_dead_end_of_a_grammar_is_the_clients_fault(parrot: Served) -> None:
     body = {"messages": user("ab"), "guided_grammar": 'start: "a" dead | "c"\ndead: dead "x"'}
     response = post(parrot, CHAT, body)

@@ -102,16 +102,21 @@ class Texts:
 
     def token_bytes(self, token: int) -> bytes:
         """The bytes of one token; of a special one, its name."""
-        if self._spelling is None:
-            self._spelling = Spelling(self.tokenizer, self._target.name)
-        special = self._spelling.special.get(token)
-        return self._spelling.bytes_of(token) if special is None else special.encode()
+        spelling = self._spelled()
+        special = spelling.special.get(token)
+        return spelling.bytes_of(token) if special is None else special.encode()
 
     def written(self, token: int) -> bytes:
-        """The bytes of text that a token stands for; none for special ones."""
+        """The bytes of text that a token stands for; none for special ones, some where a tokenizer does not tell."""
+        try:
+            return self._spelled().bytes_of(token)
+        except InputError:
+            return b" "
+
+    def _spelled(self) -> Spelling:
         if self._spelling is None:
             self._spelling = Spelling(self.tokenizer, self._target.name)
-        return self._spelling.bytes_of(token)
+        return self._spelling
 
     def close(self) -> None:
         """Let the threads go."""
