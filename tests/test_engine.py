@@ -589,6 +589,22 @@ def test_a_pass_has_the_rows_of_a_prompt_that_the_kernels_gain_from(native: Any)
 
 
 @needs_native
+def test_a_long_prompt_has_few_rows_even_alone(native: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who comes while it is read waits for the pass that is on."""
+    monkeypatch.setattr("slipstream.engine._BRIEF", 60)
+    few, most = native.prompt_rows
+    counting = Counting(native)
+    engine = Engine(setting(counting), Limits(memory=1 << 24, prefix=0))
+    engine.add(request([i % 60 for i in range(100)], 1))
+    steps = []
+    while engine.unfinished:
+        before = counting.read
+        engine.step()
+        steps.append(counting.read - before)
+    assert steps == [few] * 4 + [most] * 2 + [4]
+
+
+@needs_native
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_a_warm_prefix_changes_nothing_but_the_work(native: Any, native_draft: Any, temperature: float) -> None:
     given = setting(native, ModelDrafter(native_draft, 60), Fixed(3))
@@ -791,6 +807,27 @@ def test_where_arithmetic_is_the_limit_nobody_looks_for_copies() -> None:
     assert asked[24] == 0
 
 
+def test_a_draft_model_reads_no_prompts_where_it_would_not_draft() -> None:
+    """Before a crowd had begun to answer, its drafts read the ends of all prompts, and were then asked for nothing."""
+    read = {}
+    for count in (2, 24):
+        goodput, draft = Goodput(), TableModel(LAW, V)
+        for rows in range(1, 80):
+            goodput.took(rows, max(8.0, float(rows)))
+            goodput.took_draft(rows, 1.0)
+        assert goodput.pays_for(count) == (count == 2)
+        engine = Engine(setting(TableModel(LAW, V), ModelDrafter(draft, V), goodput))
+        goodput.took = lambda rows, seconds, begun=0: None  # type: ignore[method-assign]
+        goodput.took_draft = lambda rows, seconds: None  # type: ignore[method-assign]
+        for i in range(count):
+            engine.add(request([i % V] * 40, 30))
+        while not engine.step():
+            pass
+        read[count] = sum(call.count for call in draft.calls)
+    assert read[2] > 0
+    assert read[24] == 0
+
+
 # --- ends -------------------------------------------------------------------------------------------------------------
 
 
@@ -898,6 +935,26 @@ def test_almost_nothing_and_bad_requests() -> None:
     for one in (nothing, full):
         assert last[one].output.tokens == ()  # type: ignore[union-attr]
         assert last[one].output.finish_reason == "length"  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [{"requests": 0}, {"requests": None}, {"rows": 0}, {"rows": -5}, {"memory": 0}, {"memory": 1e9}, {"memory": True},
+     {"prefix": 1.0}, {"prefix": -0.5}, {"prefix": math.nan}],
+    ids=str,
+)  # fmt: skip
+def test_limits_with_which_nothing_would_ever_be_answered(limits: dict[str, Any]) -> None:
+    """With requests=0 or rows=-5 an engine went round without end."""
+    with pytest.raises(InputError, match=f"^{next(iter(limits))}="):
+        Engine(setting(TableModel(LAW, V)), Limits(**limits))
+
+
+def test_a_stop_string_without_text_is_refused() -> None:
+    """It was dropped silently, and the answer went on."""
+    engine = Engine(setting(TableModel(LAW, V)))
+    with pytest.raises(InputError, match="no tokenizer"):
+        engine.add(request([1], stop=("a",)))
+    assert engine.unfinished == 0
 
 
 def test_requests_are_added_and_aborted_from_other_threads() -> None:

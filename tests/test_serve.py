@@ -12,14 +12,15 @@ import httpx
 import openai
 import pytest
 import torch
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 
 from conftest import save_checkpoint
 from fakes import TableModel, random_law
 from serving import AGAIN, BROKEN, NAME, Served, parrot_engine, parrot_tokenizer, served, wait_for
 from slipstream import SamplingParams, SpeculativeDecoding
-from slipstream.drafters import ModelDrafter, NoDrafter
+from slipstream.drafters import ModelDrafter, NoDrafter, SuffixDrafter
 from slipstream.seats import Limits
+from slipstream.serve.api.schema import ChatRequest, CompletionRequest
 
 TEXT = "  the cat, the cat and\n\tthe café in the \N{GRINNING FACE}日本語 e\N{COMBINING DIAERESIS} hat "
 #: A text that repeats itself, so that copies are accepted.
@@ -293,6 +294,13 @@ def test_logprobs_of_chats(parrot: Served) -> None:
 
 
 # --- speculation ------------------------------------------------------------------------------------------------------
+
+
+def test_logprobs_of_nothing(parrot: Served) -> None:
+    """A stream of no token said nothing of log-probabilities, as if none had been asked for."""
+    for most in (0, 1):
+        made = both(parrot, CHAT, {"messages": user(""), "max_tokens": most, "logprobs": True, "n": 2})
+        assert [choice["logprobs"] for choice in made["choices"]] == [{"content": []}] * 2
 
 
 def test_usage_counts_drafts(parrot: Served) -> None:
@@ -686,6 +694,36 @@ def test_lone_surrogates_are_refused(parrot: Served) -> None:
         assert response.json()["error"]["message"]
 
 
+COUNT = 50_000
+MANY = {f"x{i}": 1 for i in range(COUNT)}
+FLOODS: list[tuple[str, dict[str, Any], str]] = [
+    (TEXTS, {"prompt": [{}] * COUNT}, "prompt.0 is not usable"),
+    (TEXTS, {"prompt": [[{}] * COUNT]}, "prompt.0.0 is not usable"),
+    (TEXTS, {"prompt": "a", **MANY}, "x0 is not known here"),
+    (TEXTS, {"prompt": "a", "logit_bias": dict.fromkeys(MANY, "")}, "logit_bias is"),
+    (CHAT, {"messages": [{"role": "user", "content": [{}] * 3}] * 9_000}, "messages.0.content.0"),
+    (CHAT, {"messages": [MANY]}, "messages.0.x0 is not known"),
+    (CHAT, {"messages": [], "tools": [{}] * 128}, "messages is"),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "said"), FLOODS, ids=[said for _, _, said in FLOODS])
+def test_a_body_full_of_faults_is_told_the_first(parrot: Served, path: str, body: dict[str, Any], said: str) -> None:
+    """Each bad item was an error of its own: four megabytes of them took gigabytes, and held all others up for long."""
+    model = CompletionRequest if path == TEXTS else ChatRequest
+    with pytest.raises(ValidationError) as found:
+        model.model_validate(body)
+    assert found.value.error_count() < 300
+    response = post(parrot, path, body)
+    assert response.status_code == 400
+    assert response.json()["error"]["message"].startswith(said)
+
+
+def test_a_long_name_is_not_repeated(parrot: Served) -> None:
+    error = post(parrot, TEXTS, {"prompt": "a", "x" * 10_000: 1}).json()["error"]
+    assert error["message"] == f"{'x' * 100} is not known here; leave it out"
+
+
 def test_paths_and_methods(parrot: Served) -> None:
     for path, status in [("/nothing", 404), ("/v1/models/other", 404), (CHAT, 405)]:
         response = httpx.get(parrot.url + path)
@@ -724,6 +762,47 @@ def test_broken_request_fails_alone(parrot: Served) -> None:
     assert post(parrot, CHAT, {"messages": user("fine")}).json()["choices"][0]["message"]["content"] == "fine"
 
 
+def test_a_request_that_cannot_begin_fails_alone() -> None:
+    """What the engine could not even begin, for whatever reason, took the generation thread with it."""
+
+    class Picky(SuffixDrafter):
+        def start(self, sampler: Any) -> Any:
+            if sampler.params.seed == 13:
+                raise RuntimeError("not this one")
+            return super().start(sampler)
+
+    with served(parrot_engine(Picky())) as server:
+        for stream in (False, True):
+            response = post(server, CHAT, {"messages": user("a"), "seed": 13, "stream": stream})
+            assert response.status_code == 500
+            assert "not this one" not in response.text
+        assert post(server, CHAT, {"messages": user("fine")}).json()["choices"][0]["message"]["content"] == "fine"
+        server.quiet()
+
+
+@pytest.mark.parametrize("pace", [False, True])
+def test_a_model_without_a_tokenizer(tmp_path: Path, pace: bool) -> None:
+    """Ids in, nothing but counts out. Streams broke off in the middle, and refusals told where the model lies."""
+    for file in save_checkpoint(tmp_path, parrot_tokenizer()).glob("*token*"):
+        file.unlink()
+    with served(SpeculativeDecoding(tmp_path, "suffix").engine(Limits(memory=1 << 22)), pace=pace) as server:
+        body = {"prompt": [5] * 20, "max_tokens": 40, "temperature": 0, "speculation": {"k": 5, "statistics": True}}
+        made = streamed(server, TEXTS, body)
+        assert made["choices"] == [{"index": 0, "finish_reason": "length", "text": ""}]
+        assert made["speculation"]["accepted"] > 0
+        assert (made["speculation"]["speed_up"] is not None) == (
+            whole(server, TEXTS, body)["speculation"]["speed_up"] is not None
+        )
+        predicted = {"type": "content", "content": "a"}
+        for more in ({"logprobs": 1}, {"stop": "a"}, {"echo": True}, {"prompt": "a"}, {"guided_regex": "a"},
+                     {"prediction": predicted}, {"speculation": {"tokens": True}, "stream": True}):  # fmt: skip
+            response = post(server, TEXTS, {**body, **more})
+            assert response.status_code == 400, response.text
+            assert response.json()["error"]["param"].partition(".")[0] in more
+            assert str(tmp_path) not in response.text
+        server.quiet()
+
+
 def test_dead_end_of_a_grammar_is_the_clients_fault(parrot: Served) -> None:
     body = {"messages": user("ab"), "guided_grammar": 'start: "a" dead | "c"\ndead: dead "x"'}
     response = post(parrot, CHAT, body)
@@ -752,7 +831,9 @@ def test_crash_of_the_generation_thread() -> None:
         wait_for(lambda: server.server.failed)
         assert httpx.get(server.url + "/ready").status_code == 503
         assert httpx.get(server.url + "/health").status_code == 200
-        assert post(server, CHAT, {"messages": user("fine")}).status_code == 503
+        response = post(server, CHAT, {"messages": user("fine")})
+        assert response.status_code == 503
+        assert int(response.headers["retry-after"]) >= 1
 
 
 def test_failing_observer_disturbs_nobody(caplog: pytest.LogCaptureFixture) -> None:

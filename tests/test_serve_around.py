@@ -57,7 +57,9 @@ requests_per_minute = 3
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("served")
-    return save_checkpoint(folder, byte_tokenizer(), max_position_embeddings=8192)
+    tokenizer = byte_tokenizer()
+    tokenizer.model_max_length = 20  # of which transformers would tell on stderr, among the log's lines
+    return save_checkpoint(folder, tokenizer, max_position_embeddings=8192)
 
 
 @pytest.fixture(scope="module")
@@ -318,6 +320,7 @@ def invoke(*args: object) -> Result:
         ('target = "m"\n[[keys]]\nname = "a"\nhash = "x"', "[[keys]] number 1 has no hash"),
         ('target = "m"\ncapture = "/proc/nothing"', "--capture /proc/nothing cannot be used"),
         ('target = "m"\ncapture-rate = 0', "capture-rate = 0 cannot be used"),
+        ('target = "m"\ntimeout = nan', "timeout = nan cannot be used"),
         ('target = "m"\nk = -1', "-k -1"),
         ("port = 1", "TARGET"),
     ],

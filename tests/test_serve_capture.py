@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import signal
 import stat
 import subprocess
@@ -112,6 +113,8 @@ def redact(record: dict[str, Any]) -> dict[str, Any] | None:
         return None
     if record["prompt"] == "p2":
         raise ValueError("p2 is too much for it")
+    if record["prompt"] == "p4":
+        sys.exit("the hook has had enough")
     record["answer"] = "***"
     return record
 
@@ -120,9 +123,10 @@ def test_redaction(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the hook drops, or fails at, is not written."""
     monkeypatch.setitem(sys.modules, "hooks_of_tests", sys.modules[__name__])
     outcomes: Counter[str] = Counter()
-    kept(tmp_path, 4, outcomes, redact="hooks_of_tests:redact")
-    assert captured(tmp_path) == [{"prompt": "p0", "answer": "***"}, {"prompt": "p3", "answer": "***"}]
-    assert outcomes == {"written": 2, "redacted": 1, "redaction failed": 1}
+    kept(tmp_path, 6, outcomes, redact="hooks_of_tests:redact")
+    assert [record["prompt"] for record in captured(tmp_path)] == ["p0", "p3", "p5"]
+    assert {record["answer"] for record in captured(tmp_path)} == {"***"}
+    assert outcomes == {"written": 3, "redacted": 1, "redaction failed": 2}
 
 
 def test_the_hook_cannot_change_what_others_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,6 +142,39 @@ def test_the_hook_cannot_change_what_others_use(tmp_path: Path, monkeypatch: pyt
 def test_hooks_that_are_not_there(tmp_path: Path, hook: str) -> None:
     with pytest.raises(InputError, match="--capture-redact"):
         Capture(CaptureSettings(str(tmp_path), redact=hook))
+
+
+@pytest.mark.parametrize("code", ["def redact(record) return", "redact = nothing", "raise RuntimeError"])
+def test_a_hook_that_is_no_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str) -> None:
+    """Only a missing module was told in a sentence; a mistake in it ended in a traceback."""
+    (tmp_path / "broken_hook_of_tests.py").write_text(code, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(InputError, match="--capture-redact broken_hook_of_tests:redact: "):
+        Capture(CaptureSettings(str(tmp_path / "chats"), redact="broken_hook_of_tests:redact"))
+
+
+def test_files_that_somebody_takes_away(tmp_path: Path) -> None:
+    """What came after the current file had been deleted went to where nobody could read it, until the next file."""
+    folder = Folder(tmp_path, 100, 250)
+    for number in range(20):
+        assert folder.write(b'{"n": %d}\n' % number)
+        assert captured(tmp_path)[-1] == {"n": number}
+        if number % 4 == 3:
+            for file in folder.files():
+                file.unlink()
+    folder.close()
+
+
+def test_a_folder_that_somebody_takes_away_stops_capture(tmp_path: Path) -> None:
+    outcomes: Counter[str] = Counter()
+    capture = Capture(CaptureSettings(str(tmp_path / "chats")), lambda outcome: outcomes.update([outcome]))
+    capture.offer({"prompt": "p0"})
+    until(lambda: outcomes["written"] == 1)
+    shutil.rmtree(tmp_path / "chats")
+    capture.offer({"prompt": "p1"})
+    until(lambda: capture.stopped is not None)
+    capture.close()
+    assert outcomes == {"written": 1, "disk": 1}
 
 
 def test_a_folder_that_cannot_be_used(tmp_path: Path) -> None:

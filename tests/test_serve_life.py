@@ -21,10 +21,11 @@ import pytest
 
 from conftest import save_checkpoint
 from serving import Served, parrot_engine, parrot_tokenizer, served, wait_for
-from slipstream import SpeculativeDecoding
+from slipstream import InputError, SpeculativeDecoding
 from slipstream.models.version import version_of
 from slipstream.monitor.scrape import Source
 from slipstream.seats import Limits
+from slipstream.serve.service import Options, Service
 
 CHAT = "/v1/chat/completions"
 
@@ -108,6 +109,32 @@ def endless_requests(server: Served, count: int) -> Iterator[None]:
         over.set()
         for thread in threads:
             thread.join(10)
+
+
+@pytest.mark.parametrize("lane", [0, 1])
+def test_short_texts_do_not_wait_while_a_long_one_is_encoded(lane: int) -> None:
+    """Four megabytes took ten seconds, only to be refused, and nobody's prompt was encoded meanwhile."""
+    texts, blocked = Service(parrot_engine(), Options("toy")).texts, threading.Event()
+    busy = texts._threads[lane].submit(blocked.wait)
+
+    async def encode() -> None:
+        if lane:
+            assert len(await texts.encode("short")) == 6
+            assert await texts.encode_chat([{"role": "user", "content": "short"}])
+            assert len(await texts.plain("short")) == 5
+        for text in () if lane else ("a" * 100_000,):
+            assert len(await texts.plain(text)) == 100_000
+            with pytest.raises(InputError, match="reads at most"):
+                await texts.encode(text)
+            with pytest.raises(InputError, match="reads at most"):
+                await texts.encode_chat([{"role": "user", "content": "a"}], [{"description": text}])
+
+    try:
+        asyncio.run(encode())
+        assert not busy.done()
+    finally:
+        blocked.set()
+        texts.close()
 
 
 def test_too_many_are_told_to_come_back(endless: Served) -> None:
@@ -285,12 +312,21 @@ def test_port_that_is_taken(checkpoint: Path) -> None:
         (["--tls-cert", "a.pem"], "belong together"),
         (["--tls-cert", "a.pem", "--tls-key", "b.pem"], "'a.pem' is not a file"),
         (["--tls-cert", __file__, "--tls-key", __file__], "give a certificate and its key"),
+        (["--tls-cert", "", "--tls-key", ""], "'' is not a file"),
         (["--host", "256.1.1.1"], "cannot listen on --host 256.1.1.1 --port 8000"),
         (["--host", "192.0.2.1", "--port", "0"], "cannot listen on --host 192.0.2.1"),
+        (["--allow-host", "name:8000"], "--allow-host 'name:8000' is no name"),
+        (["--allow-host", "https://name"], "is no name of a host"),
+        (["--capture", ""], "--capture '' names no folder"),
+        (["--capture", "chats", "--capture-size", "0"], "keep nothing"),
         (["--max-body", "0"], "--max-body 0 lets no request in"),
         (["--capture-rate", "0.5"], "--capture-rate is about --capture DIR"),
         (["--capture-redact", "a:b"], "--capture-redact is about --capture DIR"),
         (["--memory", "1KB"], "memory=750 bytes"),
+        (["--memory", "0"], "memory=0 leaves no room"),
+        (["--timeout", "nan"], "'nan' is not a finite number"),
+        (["--drain-seconds", "inf"], "'inf' is not a finite number"),
+        (["--capture", "chats", "--capture-rate", "nan"], "'nan' is not a finite number"),
         (["--draft", "nothing-there"], "nothing-there"),
     ],
 )

@@ -13,6 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.serve.pace import Schedule, paced
+from slipstream.serve.service import Update
+from slipstream.types import Output, Piece, Round, Stats
 
 
 def played(bursts: Sequence[tuple[float, int]], longest: float = 0.5) -> list[tuple[float, float]]:
@@ -129,3 +131,17 @@ def test_closing_ends_the_source(burst_waits: bool) -> None:
 
     asyncio.run(leave())
     assert ended == [True]
+
+
+def test_what_a_round_said_is_in_its_tokens() -> None:
+    """Told one by one, they left out what drafting had gained: a paced stream never had it."""
+    output = Output((1,), (5, 6, 7), "abc", "stop", ("accepted",) * 3, None, Stats())
+    done = Round((5, 6, 7), 3, 3, 0.0, 0.0, 0.0)
+    whole = Update(2, Piece("abc", (5, 6, 7), ("accepted",) * 3), done, output, 1.5)
+    parts = whole.apart(lambda token: b"x")
+    assert [part.piece for part in parts] == [
+        Piece(c, (t,), ("accepted",)) for c, t in zip("abc", (5, 6, 7), strict=True)
+    ]
+    assert [part.round for part in parts] == [done, None, None]
+    assert [(part.output, part.speed_up) for part in parts] == [(None, None), (None, None), (output, 1.5)]
+    assert {part.index for part in parts} == {2}

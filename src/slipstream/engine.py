@@ -7,7 +7,7 @@ it, draft models draft for all requests in lock step. Requests join and leave be
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from threading import Lock
@@ -26,13 +26,15 @@ from slipstream.job import Job
 from slipstream.lockstep import Passes, together
 from slipstream.models.base import ROWS, Item, forward_each
 from slipstream.sampling import validate
-from slipstream.seats import Limits, Seats, models_of
+from slipstream.seats import Limits, Seats, check_limits, models_of
 from slipstream.types import Draft, Event, Output, Request
 
 Key = TypeVar("Key", bound=Hashable)
 
 #: Of the rows for prompts, one in so many is for the oldest request that is reading, however many short ones come.
 _OLDEST = 3
+#: A prompt with no more tokens left is read soon; a longer one is there for many passes, and others come meanwhile.
+_BRIEF = 512
 #: A draft model that has missed more than this reads it part by part first.
 _LITTLE = 16
 #: Tokens that a draft model reads in a step of a draft: its own latest one, and those it has not seen.
@@ -96,6 +98,7 @@ class Engine:
     def __init__(self, setting: Setting, limits: Limits | None = None) -> None:
         self.setting = setting
         self.limits = limits or Limits()
+        check_limits(self.limits)
         self.seats = Seats(setting.target, models_of(setting.drafter), self.limits)
         few, most = getattr(setting.target, "prompt_rows", (ROWS, ROWS))
         self._few_rows, self._most_rows = self.limits.rows or few, self.limits.rows or most
@@ -121,6 +124,8 @@ class Engine:
         """
         validate(request.params, self.setting.target.vocab_size)
         check_prompt(request.prompt, self.setting.target)
+        if request.params.stop and self.setting.tokenizer is None:
+            raise InputError(f"stop={list(request.params.stop)!r} needs text, but the engine has no tokenizer")
         with self._lock:  # so that both are of the same draft
             setting, arenas = self.setting, self.seats.arenas
         setting = self._own(request, setting)
@@ -280,15 +285,23 @@ class Engine:
         missing = {job: job.missing for job in self._running}
         plan = _Plan([job for job in self._running if missing[job] <= 0], {}, {})
         behind = {job: count for job, count in missing.items() if count > 0}
-        plan.reading = shares(behind, self._rows_to_read(len(behind), len(plan.deciding)))
+        plan.reading = shares(behind, self._rows_to_read(behind.values(), len(plan.deciding)))
+        pays = bool(plan.reading) and self._goodput.pays_for(len(self._running))
         for job, count in plan.reading.items():
-            if not job.adapts or self._goodput.pays:
+            if pays or not job.adapts:
                 plan.catching_up[job] = count
         return plan
 
-    def _rows_to_read(self, reading: int, deciding: int) -> int:
-        """Tokens of prompts in this pass: the more wait for their first token, the longer it may take."""
-        rows = min(self._few_rows * reading, self._most_rows) if deciding else self._most_rows
+    def _rows_to_read(self, missing: Collection[int], deciding: int) -> int:
+        """Tokens of prompts in this pass: many if all who take part in it wait for a first token that is near.
+
+        Args:
+            missing: tokens that each has yet to read.
+            deciding: requests that wait for the pass with a round of theirs.
+        """
+        brief = sum(count <= _BRIEF for count in missing)
+        alone = not deciding and brief == len(missing)
+        rows = self._most_rows if alone else min(self._few_rows * max(brief, 1), self._most_rows)
         return max(rows, deciding)
 
     def _ask(self, plan: _Plan) -> None:

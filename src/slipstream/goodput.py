@@ -244,6 +244,11 @@ class Goodput:
         if any(offer.drafts for offer in offers):
             self.pays = any(k > free for k, free in zip(ks, copied, strict=True))
 
+    def pays_for(self, requests: int) -> bool:
+        """Whether draft models would be worth their time with so many requests that have nothing to copy."""
+        rates = [self.known.drafts.positions(MOST)] * requests
+        return self.pays and any(choose(rates, 0, self._verify.of, self._step, left=self.left))
+
     def may_pay(self, requests: int, others: int) -> bool:
         """Whether drafts could be worth the rows of ``requests``, if every token of them stood.
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from slipstream.answers import Setting
 from slipstream.drafters.base import Read
+from slipstream.errors import InputError
 from slipstream.job import Job, readers
 from slipstream.models.base import Model
 from slipstream.models.cache import KeyValueCache
@@ -33,6 +34,22 @@ class Limits:
     target gains from; fewer if few read while others decode, which wait for that pass."""
     prefix: float = 0.25
     """Share of the memory for prefixes; 0 keeps none."""
+
+
+def check_limits(limits: Limits) -> None:
+    """Refuse limits with which nothing would ever be answered.
+
+    Raises:
+        InputError: it names the first.
+    """
+    whole = {"memory": limits.memory, "requests": limits.requests, "rows": limits.rows}
+    for name, value in whole.items():
+        if value is None and name != "requests":
+            continue
+        if type(value) is not int or value < 1:
+            raise InputError(f"{name}={value!r} leaves no room for a request; give a whole number from 1 on")
+    if not 0 <= limits.prefix < 1:
+        raise InputError(f"prefix={limits.prefix!r} is no share of the memory; give a number from 0 up to, not with, 1")
 
 
 class Seats:

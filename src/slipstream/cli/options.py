@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -76,6 +77,17 @@ class DraftLength(click.ParamType[Any]):
             return int(value)
         except ValueError:
             self.fail(f"{value!r} is no number of draft tokens; use adaptive, halving or a number", param, ctx)
+
+
+class FiniteRange(click.FloatRange):
+    """A number within limits; click lets "nan" through all of them, and "inf" through those without an end."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """The number."""
+        number = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{value!r} is not a finite number.", param, ctx)
+        return float(number)
 
 
 def sampling_options(function: Function) -> Function:

@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from slipstream.cli.from_plan import apply_plan, plan_option
-from slipstream.cli.options import DraftLength, model_options, rule_option
+from slipstream.cli.options import DraftLength, FiniteRange, model_options, rule_option
 from slipstream.cli.serve_around import around_options
 
 _EXAMPLES = """\b
@@ -48,7 +48,7 @@ Any OpenAI client works: base_url="http://127.0.0.1:8000/v1", api_key="none".
 @click.option("--queue", type=click.IntRange(0), default=256, help="Answers that may wait (default: 256).")
 @click.option("--max-tokens", type=click.IntRange(1), default=1024, help="Length of chat answers if not said (1024).")
 @click.option("--max-n", type=click.IntRange(1), default=16, help="Answers that a request may ask for (16).")
-@click.option("--drain-seconds", type=click.FloatRange(0), default=30.0, help="After SIGTERM, to finish (30).")
+@click.option("--drain-seconds", type=FiniteRange(0), default=30.0, help="After SIGTERM, to finish (30).")
 @click.option("--tls-cert", metavar="FILE", help="Certificate, for https.")
 @click.option("--tls-key", metavar="FILE", help="Its key.")
 @plan_option

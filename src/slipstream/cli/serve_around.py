@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from slipstream.cli.options import FiniteRange
 from slipstream.errors import InputError
 from slipstream.serve.visits import bare
 
@@ -28,6 +30,9 @@ _CAPTURE: dict[str, Any] = {
     "capture_file_size": "64MB",
     "capture_redact": None,
 }
+
+
+_CAPTURE_SIZES = ("capture_file_size", "capture_size")
 
 
 def _new_key(ctx: click.Context, _: click.Parameter, asked: bool) -> None:
@@ -74,9 +79,7 @@ _OPTIONS = (
     click.option("--concurrent", type=_COUNT, metavar="N", help="Requests at a time, likewise."),
     click.option("--max-prompt", type=_COUNT, metavar="N", help="Tokens of a prompt (default: what TARGET reads)."),
     click.option("--max-body", default="4MB", metavar="SIZE", help="Of a request's body (default: 4MB)."),
-    click.option(
-        "--timeout", type=click.FloatRange(0), default=600.0, help="Seconds for an answer (600); 0: no limit."
-    ),
+    click.option("--timeout", type=FiniteRange(0), default=600.0, help="Seconds for an answer (600); 0: no limit."),
     click.option(
         "--cors-origin", multiple=True, metavar="ORIGIN", help="https://name whose pages may ask; repeatable."
     ),
@@ -90,7 +93,7 @@ _OPTIONS = (
     click.option(
         "--capture-rate",
         default=_CAPTURE["capture_rate"],
-        type=click.FloatRange(0, 1, min_open=True),
+        type=FiniteRange(0, 1, min_open=True),
         help="Share of answers to keep (1).",
     ),
     click.option(
@@ -150,7 +153,7 @@ def _gate(options: Mapping[str, Any]) -> GateSettings:
         body_bytes=body,
         timeout=options["timeout"] or None,
         at_once=options["requests"] + options["queue"],
-        hosts=tuple(name.lower() for name in (*local, *options["allow_host"])),
+        hosts=(*local, *map(_host, options["allow_host"])),
         origins=tuple(_origin(origin) for origin in options["cors_origin"]),
         open_metrics=options["open_metrics"],
     )
@@ -165,6 +168,13 @@ def _origin(given: str) -> str:
     return given.lower()
 
 
+def _host(given: str) -> str:
+    """A name as the Host header has it, without the port."""
+    if not given or re.search(r"[/\s@]", given) or (":" in given and not re.fullmatch(r"\[[0-9a-fA-F:.]+\]", given)):
+        raise InputError(f"--allow-host {given!r} is no name of a host; write name, without a port, or [IPv6 address]")
+    return given.lower()
+
+
 def _capture(options: Mapping[str, Any]) -> CaptureSettings | None:
     from slipstream.cli.serve_run import memory_size
     from slipstream.serve.capture import CaptureSettings
@@ -174,10 +184,11 @@ def _capture(options: Mapping[str, Any]) -> CaptureSettings | None:
             if options[name] != default:
                 raise InputError(f"--{name.replace('_', '-')} is about --capture DIR, which is missing; add it")
         return None
-    return CaptureSettings(
-        options["capture"],
-        options["capture_rate"],
-        memory_size(options["capture_file_size"], "--capture-file-size"),
-        memory_size(options["capture_size"], "--capture-size"),
-        options["capture_redact"],
-    )
+    if not options["capture"]:
+        raise InputError("--capture '' names no folder; give one")
+    one, all_ = (memory_size(options[name], f"--{name.replace('_', '-')}") for name in _CAPTURE_SIZES)
+    if not (one and all_):
+        raise InputError(
+            "--capture-size and --capture-file-size 0 keep nothing; give sizes such as 1GB, or no --capture"
+        )
+    return CaptureSettings(options["capture"], options["capture_rate"], one, all_, options["capture_redact"])

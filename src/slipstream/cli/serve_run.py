@@ -162,9 +162,9 @@ def memory_size(given: str, option: str = "--memory") -> int:
 
 def _tls(options: Mapping[str, Any]) -> tuple[str, str] | None:
     files = options["tls_cert"], options["tls_key"]
-    if not any(files):
+    if files == (None, None):
         return None
-    if not all(files):
+    if None in files:
         raise InputError("--tls-cert and --tls-key belong together; give both")
     for file in files:
         if not Path(file).is_file():

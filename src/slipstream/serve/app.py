@@ -22,6 +22,12 @@ from slipstream.serve.service import Service
 ROUTERS: tuple[APIRouter, ...] = (models.router, completions.router, chat.router)
 
 
+#: Kinds of errors about a field that does not exist: pydantic's, and that of objects that are full of them.
+_UNKNOWN = ("extra_forbidden", "unknown_field")
+#: More of an unknown field's name is not repeated.
+_LONGEST_NAME = 100
+
+
 def create_app(service: Service, *, routers: Sequence[APIRouter] = ()) -> FastAPI:
     """The ASGI application of ``service``, which begins and ends with it.
 
@@ -87,7 +93,7 @@ def _refusal(error: RequestValidationError, content_type: str) -> ApiError:
         return ApiError(400, "the body is not a JSON object with the fields of this request")
     if first["type"] == "none_required":
         return ApiError(400, f"{name} is not supported; leave it out", param=name, code="unsupported_parameter")
-    if first["type"] == "extra_forbidden":
+    if first["type"] in _UNKNOWN:
         return ApiError(400, f"{name} is not known here; leave it out", param=name, code="unknown_parameter")
     if first["type"] == "missing":
         return ApiError(400, f"{name} is missing", param=name, code="missing_parameter")
@@ -97,8 +103,11 @@ def _refusal(error: RequestValidationError, content_type: str) -> ApiError:
 
 def _path(error: Mapping[str, Any]) -> tuple[str | int, ...]:
     """Names of fields and numbers of items, without those of the forms that were tried: ``str``, ``list[TextPart]``."""
-    *parts, last = error["loc"]
-    named = error["type"] == "extra_forbidden"  # by the client, so it may look like anything
+    parts: list[str | int] = [*error["loc"]]
+    if error["type"] == "unknown_field":
+        parts.append(error["ctx"]["name"])
+    last, named = parts.pop(), error["type"] in _UNKNOWN  # by the client, so it may look like anything
+    last = last[:_LONGEST_NAME] if named and isinstance(last, str) else last
     chosen = parts.index("response_format") + 1 if "response_format" in parts else None  # what its type says
     kept = [part for at, part in enumerate(parts) if _is_field(part) and at != chosen]
     return tuple([*kept, last] if named or _is_field(last) else kept)

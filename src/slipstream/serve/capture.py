@@ -100,7 +100,7 @@ class Capture:
         try:
             kept = self._redact(json.loads(json.dumps(record)))
             line = None if kept is None else json.dumps(kept, ensure_ascii=False).encode() + b"\n"
-        except Exception as error:  # the operator's code; what it could not redact is not written
+        except (Exception, SystemExit) as error:  # the operator's code; what it could not redact is not written
             _tell_unredacted(error)
             return "redaction failed"
         if line is None:
@@ -142,7 +142,7 @@ class Folder:
         """
         if len(line) > self._file_bytes:
             return False
-        if self._file is None or self._size + len(line) > self._file_bytes:
+        if self._file is None or self._gone or self._size + len(line) > self._file_bytes:
             self._next(len(line))
         assert self._file is not None
         try:
@@ -169,6 +169,11 @@ class Folder:
             os.close(self._lock)
             self._lock = -1
 
+    @property
+    def _gone(self) -> bool:
+        """Whether somebody has deleted the file that is written to: what came then would be nowhere."""
+        return self._file is not None and os.fstat(self._file).st_nlink == 0
+
     def _next(self, coming: int) -> None:
         if self._file is not None:
             os.close(self._file)
@@ -181,11 +186,14 @@ class Folder:
         self._file, self._size = os.open(self.path / name, flags, 0o600), 0
 
     def _drop_oldest(self, coming: int) -> None:
-        sizes = {file: file.stat().st_size for file in self.files()}
+        sizes: dict[Path, int] = {}
+        for file in self.files():
+            with suppress(FileNotFoundError):  # others may take files away at any time
+                sizes[file] = file.stat().st_size
         for file in list(sizes):
             if sum(sizes.values()) + coming <= self._total_bytes:
                 break
-            file.unlink()
+            file.unlink(missing_ok=True)
             del sizes[file]
 
 
@@ -215,10 +223,11 @@ def find_hook(name: str | None) -> Redact:
     module, _, function = name.partition(":")
     try:
         found = getattr(import_module(module), function)
-    except (ImportError, AttributeError, ValueError) as error:
+    except Exception as error:  # the operator's code is run, and may do anything
+        what = str(error) or type(error).__name__
         raise InputError(
-            f"--capture-redact {name}: {error}; give module:function, with the module's folder in PYTHONPATH"
-        ) from None
+            f"--capture-redact {name}: {what}; give module:function, with the module's folder in PYTHONPATH"
+        ) from error
     if not callable(found):
         raise InputError(f"--capture-redact {name} is no function; give one that takes and returns a record")
     return lambda record: _checked(found(record), name)
@@ -236,7 +245,7 @@ def _tell_stopped(error: OSError) -> None:
     log.error("capture stopped", extra={"fields": {"reason": error.strerror or str(error)}})
 
 
-def _tell_unredacted(error: Exception) -> None:
+def _tell_unredacted(error: BaseException) -> None:
     from slipstream.serve.logs import described, log
 
     log.error("redaction failed; the record was dropped", extra={"fields": described(error)})

@@ -49,7 +49,7 @@ class Update:
     speed_up: float | None = None
 
     def apart(self, written: Callable[[int], bytes]) -> list[Update]:
-        """One for each token, with a part of the text; the first has the round, the last the output."""
+        """One for each token, with a part of the text; the first has the round, the last what is known at the end."""
         piece = self.piece
         if piece is None or len(piece.tokens) < 2:
             return [self]
@@ -59,7 +59,7 @@ class Update:
             for text, token, origin in zip(texts, piece.tokens, piece.origins, strict=True)
         ]
         parts[0] = replace(parts[0], round=self.round)
-        parts[-1] = replace(parts[-1], output=self.output)
+        parts[-1] = replace(parts[-1], output=self.output, speed_up=self.speed_up)
         return parts
 
 
@@ -131,7 +131,9 @@ class Service:
         if self.draining:
             raise ApiError(503, "the server is shutting down; try again later", code="shutting_down", retry_after=5)
         if not self.worker.alive:
-            raise ApiError(503, "the generation thread is not running; restart the server", code="crashed")
+            raise ApiError(
+                503, "the generation thread is not running; restart the server", code="crashed", retry_after=5
+            )
         waiting = self.pending + answers - self.engine.limits.requests
         if waiting > self.options.max_queue and self.pending:
             raise ApiError(503, "too many requests are waiting; try again later", code="overloaded", retry_after=1)

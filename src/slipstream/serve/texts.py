@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -25,20 +26,23 @@ GrammarKind = Literal["json", "regex", "lark"]
 
 #: So many of the latest grammars are kept.
 _KEPT = 64
+#: Texts of more characters are long: encoding them takes a tenth of a second and more.
+_LONG = 50_000
 
 
 class Texts:
     """The target's tokenizer for the server's own use.
 
     A thread and a copy of the tokenizer are set aside for what may take long; fast tokenizers must not be changed (as
-    encoding may) while another thread uses them.
+    encoding may) while another thread uses them. Texts that take seconds have a thread and a copy of their own, so that
+    others do not wait behind them.
     """
 
     def __init__(self, tokenizer: Any | None, target: Model) -> None:
         self.tokenizer = tokenizer
-        self._own = copy.deepcopy(tokenizer)
         self._target = target
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="slipstream-texts")
+        self._threads = [ThreadPoolExecutor(1, thread_name_prefix="slipstream-texts") for _ in range(2)]
+        self._own = [_silent(copy.deepcopy(tokenizer)) for _ in self._threads]
         self._spelling: Spelling | None = None
         self._grammars: Grammars | None = None
         self._known: OrderedDict[tuple[str, str], Grammar] = OrderedDict()
@@ -48,8 +52,14 @@ class Texts:
         self.tags = tags_of(tokenizer)
 
     async def apart(self, function: Callable[..., Result], *args: Any) -> Result:
-        """``function(*args)`` on the thread."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, function, *args)
+        """``function(*args)`` on a thread."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads[0], function, *args)
+
+    async def _encoded(self, encoding: Callable[[Any], Sequence[int]], size: int) -> tuple[int, ...]:
+        """What ``encoding`` makes of a text of about ``size`` characters with a tokenizer, on the thread for such."""
+        lane = int(size > _LONG)
+        loop = asyncio.get_running_loop()
+        return tuple(await loop.run_in_executor(self._threads[lane], encoding, self._own[lane]))
 
     async def encode(self, prompt: str | Sequence[int]) -> tuple[int, ...]:
         """A prompt's ids, checked.
@@ -57,7 +67,8 @@ class Texts:
         Raises:
             InputError: it cannot be read by the target.
         """
-        return await self.apart(self._encode, prompt)
+        size = len(prompt) if isinstance(prompt, str) else 0
+        return await self._encoded(lambda own: self._checked(encode(prompt, own)), size)
 
     async def encode_chat(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
@@ -67,11 +78,12 @@ class Texts:
         Raises:
             InputError: there is no template, or it does not take them.
         """
-        return await self.apart(self._encode_chat, messages, tools)
+        size = len(str((messages, tools)))
+        return await self._encoded(lambda own: self._checked(encode(messages, own, tools=tools)), size)
 
     async def plain(self, text: str) -> tuple[int, ...]:
         """The ids of a text without anything around it."""
-        return await self.apart(self._plain, text)
+        return await self._encoded(lambda own: _plain(text, own), len(text))
 
     async def grammar(self, kind: GrammarKind, rules: str) -> Grammar:
         """What answers have to follow; ``rules`` of "json" is a schema, as JSON.
@@ -90,30 +102,28 @@ class Texts:
 
     def token_bytes(self, token: int) -> bytes:
         """The bytes of one token; of a special one, its name."""
-        if self._spelling is None:
-            self._spelling = Spelling(self.tokenizer, self._target.name)
-        special = self._spelling.special.get(token)
-        return self._spelling.bytes_of(token) if special is None else special.encode()
+        spelling = self._spelled()
+        special = spelling.special.get(token)
+        return spelling.bytes_of(token) if special is None else special.encode()
 
     def written(self, token: int) -> bytes:
-        """The bytes of text that a token stands for; none for special ones."""
+        """The bytes of text that a token stands for; none for special ones, some where a tokenizer does not tell."""
+        try:
+            return self._spelled().bytes_of(token)
+        except InputError:
+            return b" "
+
+    def _spelled(self) -> Spelling:
         if self._spelling is None:
             self._spelling = Spelling(self.tokenizer, self._target.name)
-        return self._spelling.bytes_of(token)
+        return self._spelling
 
     def close(self) -> None:
-        """Let the thread go."""
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        """Let the threads go."""
+        for thread in self._threads:
+            thread.shutdown(wait=False, cancel_futures=True)
 
-    def _encode(self, prompt: str | Sequence[int]) -> tuple[int, ...]:
-        ids = encode(prompt, self._own)
-        check_prompt(ids, self._target)
-        return ids
-
-    def _encode_chat(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None
-    ) -> tuple[int, ...]:
-        ids = encode(messages, self._own, tools=tools)
+    def _checked(self, ids: tuple[int, ...]) -> tuple[int, ...]:
         check_prompt(ids, self._target)
         return ids
 
@@ -131,10 +141,19 @@ class Texts:
                 self._known.popitem(last=False)
             return made
 
-    def _plain(self, text: str) -> tuple[int, ...]:
-        if self._own is None:
-            raise InputError("text was given, but the model has no tokenizer")
-        return tuple(self._own(text, add_special_tokens=False)["input_ids"])
+
+def _plain(text: str, tokenizer: Any | None) -> Sequence[int]:
+    if tokenizer is None:
+        raise InputError("text was given, but the model has no tokenizer")
+    ids: Sequence[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return ids
+
+
+def _silent(tokenizer: Any) -> Any:
+    """A tokenizer that does not warn of long texts on stderr, where log lines belong; they are refused by name."""
+    if hasattr(tokenizer, "model_max_length"):
+        tokenizer.model_max_length = sys.maxsize
+    return tokenizer
 
 
 def _tool_style(tokenizer: Any | None) -> Style | None:

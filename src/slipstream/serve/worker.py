@@ -11,7 +11,7 @@ from threading import Lock, Thread
 from time import perf_counter
 
 from slipstream.engine import Engine
-from slipstream.errors import InputError, SlipstreamError
+from slipstream.errors import SlipstreamError
 from slipstream.types import Event, Request
 
 logger = logging.getLogger("slipstream.serve")
@@ -150,7 +150,7 @@ class Worker:
     def _add(self, ticket: Ticket) -> Exception | None:
         try:
             ticket.id = self.engine.add(ticket.request)
-        except InputError as error:
+        except Exception as error:  # nothing of it is there yet, so it fails alone
             return error
         self._tickets[ticket.id] = ticket
         return None
@@ -182,8 +182,9 @@ class Worker:
             for ticket in left:
                 if ticket.id is not None:
                     self.engine.abort(ticket.id)
-            while self.engine.unfinished:
-                self.engine.step()
+            with suppress(Exception):  # a model that breaks down by now changes nothing: all are told
+                while self.engine.unfinished:
+                    self.engine.step()
         now = perf_counter()
         if left:
             self.post([(ticket, Event(ticket.id or 0, error=self._ending()), now) for ticket in left])

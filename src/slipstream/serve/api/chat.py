@@ -125,6 +125,8 @@ class ChatAnswer(Answer):
             choices[-1]["logprobs"] = logprobs.of_chat(part.tokens, self.service.texts)
         if part.output is not None:
             choices.append(self._choice(part.index, {}, message.reason(part.output)))
+            if self._logprobs and not message.tokens:  # as in a document: there are none, not: none were asked for
+                choices[-1]["logprobs"] = logprobs.of_chat((), self.service.texts)
         return choices
 
     def choices(self, outputs: Sequence[Output]) -> list[dict[str, Any]]:

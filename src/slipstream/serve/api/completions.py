@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from slipstream.serve.api import logprobs
 from slipstream.serve.api.answer import Answer
-from slipstream.serve.api.params import Asked, check_model, naming, prepare
+from slipstream.serve.api.params import Asked, check_model, check_text, naming, prepare
 from slipstream.serve.api.parts import Part, Token
 from slipstream.serve.api.render import new_id
 from slipstream.serve.api.schema import CompletionRequest
@@ -41,6 +41,8 @@ async def _call(body: CompletionRequest, service: Service) -> Call:
         raise ApiError(400, "echo with logprobs is not supported: log-probabilities are of answers", param="echo")
     if body.return_token_ids and body.stream:
         raise ApiError(400, "return_token_ids is not for streams; set stream=false", param="return_token_ids")
+    if body.echo:
+        check_text("echo", service)
     with naming("prompt", service):
         prompts = [await service.texts.encode(prompt) for prompt in _prompts(body.prompt)]
     most = _LENGTH if body.max_tokens is None else body.max_tokens

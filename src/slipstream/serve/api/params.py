@@ -58,6 +58,8 @@ async def prepare(
             raise ApiError(400, "stream_options is for streams; set stream=true", param="stream_options")
         if body.speculation is not None and body.speculation.tokens:
             raise ApiError(400, "speculation.tokens is for streams; set stream=true", param="speculation.tokens")
+    elif body.speculation is not None and body.speculation.tokens:
+        check_text("speculation.tokens", service)
     _check_lengths(prompts, service, body.asks)
     n = _answers(body, service, len(prompts))
     k = _draft_length(body.speculation, service, predicted=body.prediction is not None)
@@ -118,7 +120,7 @@ def _sampling_params(body: Generation, service: Service, prompt: int, asked: Ask
         "logprobs": asked.logprobs,
     }
     if asked.logprobs is not None:
-        service.texts.token_bytes(0)  # refuses models whose tokens cannot be told by their bytes
+        _check_spelled(service)
     if (body.min_tokens or 0) > given["max_new_tokens"]:
         what = (
             f"min_tokens={body.min_tokens} is more than the {given['max_new_tokens']} tokens that the answer may have"
@@ -167,7 +169,9 @@ async def _drafter(body: Generation, service: Service, prompt: tuple[int, ...]) 
     if not text:
         return None
     # Behind the prompt's end, so that its first token is proposed where the answer begins.
-    predicted, most = await service.texts.plain(text), _room(service, 0)
+    with naming("prediction", service):
+        predicted = await service.texts.plain(text)
+    most = _room(service, 0)
     if len(predicted) > most:
         what = f"prediction has {len(predicted)} tokens, but no answer has more than {most}; shorten it"
         raise ApiError(400, what, param="prediction", code="context_length_exceeded")
@@ -213,7 +217,25 @@ def _bias(given: Mapping[str, float]) -> dict[int, float]:
     return bias
 
 
+def check_text(field: str, service: Service) -> None:
+    """Whether the model has text, which ``field`` is about.
+
+    Raises:
+        ApiError: it has ids only.
+    """
+    if service.texts.tokenizer is None:
+        raise ApiError(400, f"{field} needs text, but the model has no tokenizer; leave it out", param=field)
+
+
+def _check_spelled(service: Service) -> None:
+    """Whether tokens can be told by their bytes."""
+    try:
+        service.texts.token_bytes(0)
+    except InputError as error:
+        what = "logprobs needs the bytes of tokens, which the model's tokenizer does not tell; leave it out"
+        raise ApiError(400, what, param="logprobs") from error
+
+
 def _stops(given: str | list[str], service: Service) -> tuple[str, ...]:
-    if service.engine.setting.tokenizer is None:
-        raise ApiError(400, "stop needs text, but the model has no tokenizer; use stop_token_ids", param="stop")
+    check_text("stop", service)
     return (given,) if isinstance(given, str) else tuple(given)

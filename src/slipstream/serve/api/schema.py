@@ -36,16 +36,39 @@ def _whole(given: Any) -> Any:
     return int(given) if type(given) is float and given.is_integer() else given
 
 
+def _not_many(given: Any) -> Any:
+    """Refuse an object with more items than any field takes, before each of them is looked at."""
+    if isinstance(given, dict) and len(given) > _MOST_ITEMS:
+        raise PydanticCustomError("too_many", "it may have up to {most} items", {"most": _MOST_ITEMS})
+    return given
+
+
 _WHOLE = BeforeValidator(_whole)
+_MOST_ITEMS = 10_000
+#: More than any object of a request may have.
+_MOST_FIELDS = 100
+# ``fail_fast`` below: a body has room for a million bad items, of which each would be an error of its own.
 Id = Annotated[int, Field(ge=0, lt=2**31), _WHOLE]
 Text = Annotated[str, Field(max_length=4_000_000)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
+Ids = Annotated[list[Id], Field(min_length=1, fail_fast=True)]
+Biases = Annotated[dict[str, Annotated[Finite, Field(ge=-100, le=100)]], Field(max_length=_MOST_ITEMS)]
 
 
 class Strict(BaseModel):
     """Nothing is converted, and nothing unknown passes."""
 
     model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
+
+    @model_validator(mode="before")
+    @classmethod
+    def _few(cls, given: Any) -> Any:
+        """Refuse by the first name a body that is full of unknown ones."""
+        if isinstance(given, dict) and len(given) > _MOST_FIELDS:
+            known = {field.alias or name for name, field in cls.model_fields.items()} | NOT_SUPPORTED.keys()
+            name = next(name for name in given if name not in known)
+            raise PydanticCustomError("unknown_field", "{name} is not known here; leave it out", {"name": name})
+        return given
 
 
 class StreamOptions(Strict):
@@ -74,7 +97,7 @@ class Prediction(Strict):
     """A text that much of the answer will probably repeat."""
 
     type: Literal["content"]
-    content: Text | Annotated[list[TextPart], Field(max_length=1000)]
+    content: Text | Annotated[list[TextPart], Field(max_length=1000, fail_fast=True)]
 
 
 class TextPart(Strict):
@@ -104,8 +127,8 @@ class Message(Strict):
     """One message of a chat."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Text | Annotated[list[TextPart], Field(max_length=1000)] | None = None
-    tool_calls: Annotated[list[ToolCall], Field(min_length=1, max_length=128)] | None = None
+    content: Text | Annotated[list[TextPart], Field(max_length=1000, fail_fast=True)] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(min_length=1, max_length=128, fail_fast=True)] | None = None
     tool_call_id: Annotated[str, Field(max_length=256)] | None = None
     name: None = None
     refusal: None = None
@@ -193,7 +216,7 @@ class Generation(Strict):
     frequency_penalty: Annotated[Finite, Field(ge=-2, le=2)] | None = None
     presence_penalty: Annotated[Finite, Field(ge=-2, le=2)] | None = None
     repetition_penalty: Annotated[Finite, Field(gt=0, le=100)] | None = None
-    logit_bias: dict[str, Annotated[Finite, Field(ge=-100, le=100)]] | None = Field(default=None, max_length=10_000)
+    logit_bias: Annotated[Biases | None, BeforeValidator(_not_many)] = None
     """By token id."""
     max_tokens: Annotated[int, Field(ge=0, lt=2**31), _WHOLE] | None = None
     min_tokens: Annotated[int, Field(ge=0, lt=2**31), _WHOLE] | None = None
@@ -237,9 +260,9 @@ class CompletionRequest(Generation):
 
     prompt: (
         Text
-        | Annotated[list[Text], Field(min_length=1, max_length=128)]
-        | Annotated[list[Id], Field(min_length=1)]
-        | Annotated[list[Annotated[list[Id], Field(min_length=1)]], Field(min_length=1, max_length=128)]
+        | Annotated[list[Text], Field(min_length=1, max_length=128, fail_fast=True)]
+        | Ids
+        | Annotated[list[Ids], Field(min_length=1, max_length=128, fail_fast=True)]
     )
     echo: bool | None = None
     """Begin the answer's text with the prompt."""
@@ -252,11 +275,11 @@ class ChatRequest(Generation):
     """``POST /v1/chat/completions``."""
 
     asks = "messages"
-    messages: Annotated[list[Message], Field(min_length=1, max_length=10_000)]
+    messages: Annotated[list[Message], Field(min_length=1, max_length=10_000, fail_fast=True)]
     max_completion_tokens: Annotated[int, Field(ge=0, lt=2**31), _WHOLE] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20), _WHOLE] | None = None
-    tools: Annotated[list[Tool], Field(max_length=128)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=128, fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None
     parallel_tool_calls: bool | None = None
 
