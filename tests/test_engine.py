@@ -25,7 +25,7 @@ from slipstream.drafters import CascadeDrafter, Drafter, EarlyExitDrafter, Model
 from slipstream.drafters.base import Read
 from slipstream.engine import Engine
 from slipstream.estimates import Costs
-from slipstream.goodput import Goodput, choose
+from slipstream.goodput import BatchController, Goodput, Offer, choose
 from slipstream.lockstep import together
 from slipstream.models.base import Item, forward_each
 from slipstream.models.exit_head import Exit, ExitHead
@@ -805,6 +805,22 @@ def test_where_arithmetic_is_the_limit_nobody_looks_for_copies() -> None:
         engine.answers([request([1, 2], 30) for _ in range(count)])
     assert asked[2] > 0
     assert asked[24] == 0
+
+
+def test_drafts_do_not_seem_cheap_beside_prompts_that_are_read() -> None:
+    """Beside 24 rows of prompts a pass took long anyway, so the first of a crowd drafted at the cost of the others."""
+    goodput, offer = Goodput(), Offer([0.7] * 4)
+    for rows in range(1, 80):
+        goodput.took(rows, max(6.0, float(rows)))
+        goodput.took_draft(rows, 1.0)
+    ks = {}
+    for reading in (0, 1, 20):
+        controller = goodput.start(object(), "model", repeatable=False, isolated=True)
+        assert isinstance(controller, BatchController)
+        goodput.choose([controller], [offer], 24 if reading else 0, reading)
+        ks[reading] = controller.k
+    assert ks[0] >= ks[1] > 0
+    assert ks[20] == 0
 
 
 def test_a_draft_model_reads_no_prompts_where_it_would_not_draft() -> None:

@@ -315,7 +315,7 @@ class Engine:
             plan.copied = {job: self._copied(job, room, plan) for job, room in rooms.items() if job.copies}
             pairs = zip(controllers, rooms.items(), strict=True)
             offers = [one.offer(room, plan.copied.get(job)) for one, (job, room) in pairs]
-        self._goodput.choose(controllers, offers, others)
+        self._goodput.choose(controllers, offers, others, len(self._running) - len(plan.deciding))
         chosen = {job: one.k for job, one in zip(rooms, controllers, strict=True)}
         for job in list(plan.deciding):
             if job in plan.copied and chosen[job] <= len(plan.copied[job].tokens):

@@ -37,6 +37,7 @@ def choose(
     draft: PassCost | None,
     free: Sequence[int] = (),
     left: float = 1.0,
+    worth: float = 0.0,
 ) -> list[int]:
     """k of each request, 0 included.
 
@@ -47,9 +48,11 @@ def choose(
         draft: of the draft model, whose passes serve all requests that still draft; None if drafts cost nothing.
         free: for each request the number of its first tokens that are there already, copied; none, if not given.
         left: rows that a drawn token adds to the target's pass; less than one where drafting did a part of its work.
+        worth: tokens that a second brings otherwise; 0: what this pass yields at best.
 
     Returns:
-        The numbers that maximise (tokens of all requests) / (draft passes + target's pass).
+        The numbers that maximise (tokens of all requests) / (draft passes + target's pass), or tokens less what those
+        seconds are worth.
 
     >>> alone, crowd = [[0.8, 0.6]], [[0.8, 0.6]] * 12
     >>> cost = lambda rows: max(8.0, rows)  # arithmetic is the limit from 8 rows on
@@ -64,7 +67,11 @@ def choose(
     copied = free or [0] * certain
     tokens, drafting, added = float(certain), 0.0, 0.0
     level: list[int] = []
-    best, count = tokens / verify(rows), 0
+
+    def gain(seconds: float) -> float:
+        return tokens - worth * seconds if worth else tokens / seconds
+
+    best, count = gain(verify(rows)), 0
     for n, (expected, negative, r) in enumerate(slots, start=1):
         at = -negative - copied[r]
         tokens += expected
@@ -73,8 +80,8 @@ def choose(
             level += [0] * (at + 1 - len(level))
             drafting += draft(level[at] + 1) - (draft(level[at]) if level[at] else 0.0)
             level[at] += 1
-        if (rate := tokens / (drafting + verify(rows + round(added)))) > best:
-            best, count = rate, n
+        if (found := gain(drafting + verify(rows + round(added)))) > best:
+            best, count = found, n
     ks = [0] * len(rates)
     for _, _, r in slots[:count]:
         ks[r] += 1
@@ -229,16 +236,24 @@ class Goodput:
         self.known.drafts = Acceptance(Prior(), OF_ALL)
         self.pays = True
 
-    def choose(self, controllers: Sequence[BatchController], offers: Sequence[Offer], others: int) -> None:
+    def choose(
+        self, controllers: Sequence[BatchController], offers: Sequence[Offer], others: int, reading: int = 0
+    ) -> None:
         """Set k of each.
+
+        A pass that reads prompts yields few tokens a second, so that drafts would seem cheap in it. But they keep it
+        from reading, and a second is worth what all of them will get once they decode.
 
         Args:
             controllers: of requests that may draft.
             offers: what each could have verified.
             others: rows that are in the pass anyway.
+            reading: requests that have yet to begin.
         """
-        copied = [offer.copied for offer in offers]
-        ks = choose([offer.rates for offer in offers], others, self._verify.of, self._step, copied, self.left)
+        copied, all_ = [offer.copied for offer in offers], len(offers) + reading
+        worth = all_ / self._verify.of(all_) if reading else 0.0
+        rates = [offer.rates for offer in offers]
+        ks = choose(rates, others, self._verify.of, self._step, copied, self.left, worth)
         for controller, k, offer in zip(controllers, ks, offers, strict=True):
             controller.choose(k, offer)
         if any(offer.drafts for offer in offers):
