@@ -37,7 +37,6 @@ from slipstream.measure.planning import Gathered, Point, RealRun, Subject
 from slipstream.measure.plot import check_plot
 from slipstream.measure.prediction import predict
 from slipstream.measure.prompts import BenchPrompt, read_prompts
-from slipstream.measure.rounds import TURNS
 
 #: By draft and k.
 Measured = dict[tuple[str, int], list[Point]]
@@ -64,7 +63,6 @@ def gathered(subject: Subject, ledger: Ledger, into: Gathered) -> Iterator[str]:
 def measured(subject: Subject, ks: Sequence[int], repeats: int, ledger: Ledger, found: Gathered) -> Measured:
     """Real answers, by draft and k, each beside plain decoding; rounds are timed again behind each repeat."""
     points: Measured = {}
-    timed = 2 * (TURNS + 1) * (1 + len(subject.bases))  # at most: at two contexts
     for repeat in range(repeats):
         for draft in subject.drafters:
             name = f"measured {draft} {ks} {repeat}"
@@ -76,7 +74,7 @@ def measured(subject: Subject, ks: Sequence[int], repeats: int, ledger: Ledger, 
                 ledger.put(name, {str(k): to_json(some) for k, some in into.items()})
             for k, some in ledger[name].items():
                 points.setdefault((draft, int(k)), []).extend(from_json(Point, one, name) for one in some)
-        follow(planning.gather_rounds(subject, ledger, found, again=repeat + 1), timed)
+        follow(planning.gather_rounds(subject, ledger, found, again=repeat + 1), planning.round_steps(subject))
     return points
 
 
@@ -109,8 +107,8 @@ def plan(given: argparse.Namespace) -> tuple[Subject, Pairs]:
 def run(given: argparse.Namespace) -> dict[str, Any]:
     subject, pairs = plan(given)
     ledger, found = open_ledger(subject, pairs, given.fresh), Gathered()
-    timed = 2 * (TURNS + 1) * (1 + len(subject.bases))  # at most: at two contexts
-    follow(gathered(subject, ledger, found), planning.text_steps(subject) + len(subject.prompts) + timed)
+    steps = planning.text_steps(subject) + len(subject.prompts) + planning.round_steps(subject)
+    follow(gathered(subject, ledger, found), steps)
     usable = {name: d for name, d in subject.drafters.items() if name not in found.failed}
     subject = replace(subject, drafters=usable)
     ks = [int(k) for k in given.k.split(",")]

@@ -591,7 +591,7 @@ def test_a_pass_has_the_rows_of_a_prompt_that_the_kernels_gain_from(native: Any)
 @needs_native
 def test_a_long_prompt_has_few_rows_even_alone(native: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who comes while it is read waits for the pass that is on."""
-    monkeypatch.setattr("slipstream.engine._BRIEF", 60)
+    monkeypatch.setattr("slipstream.engine._SOON", 60)
     few, most = native.prompt_rows
     counting = Counting(native)
     engine = Engine(setting(counting), Limits(memory=1 << 24, prefix=0))

@@ -30,6 +30,7 @@ from slipstream.measure.plan_build import as_long, contradiction
 from slipstream.measure.planning import Point, Subject
 from slipstream.measure.prediction import RoundCosts, constant_case, predict
 from slipstream.measure.prompts import BenchPrompt
+from slipstream.measure.rounds import TURNS
 from slipstream.plan import Estimate, Plan, load, save
 
 EXAMPLE = files("slipstream.data").joinpath("plan.example.json")
@@ -199,6 +200,18 @@ def test_only_steps_of_a_full_batch_are_counted(tiny_checkpoint: Path) -> None:
     assert point.plain > 0
     assert point.fast > 0
     assert 0 <= point.accepted <= point.drafted
+
+
+def test_both_sides_are_measured_anew_where_they_disagree(
+    here: Path, tiny_checkpoint: Path, tiny_draft_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the real run was repeated, in other minutes than those in which rounds had been timed."""
+    monkeypatch.setattr("slipstream.measure.plan_build.WITHIN", 0.0)
+    plan, _ = plan_of(here, tiny_checkpoint, str(tiny_draft_checkpoint))
+    assert plan.validation is not None
+    assert not plan.validation.within
+    assert "go by the measurement" in plan.notes[0]
+    assert all(f", {2 * TURNS} turns" in one.plain_step.how for one in plan.costs)
 
 
 def test_a_single_prompt_has_no_interval(here: Path, tiny_checkpoint: Path) -> None:

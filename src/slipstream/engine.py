@@ -34,7 +34,7 @@ Key = TypeVar("Key", bound=Hashable)
 #: Of the rows for prompts, one in so many is for the oldest request that is reading, however many short ones come.
 _OLDEST = 3
 #: A prompt with no more tokens left is read soon; a longer one is there for many passes, and others come meanwhile.
-_BRIEF = 512
+_SOON = 512
 #: A draft model that has missed more than this reads it part by part first.
 _LITTLE = 16
 #: Tokens that a draft model reads in a step of a draft: its own latest one, and those it has not seen.
@@ -286,10 +286,9 @@ class Engine:
         plan = _Plan([job for job in self._running if missing[job] <= 0], {}, {})
         behind = {job: count for job, count in missing.items() if count > 0}
         plan.reading = shares(behind, self._rows_to_read(behind.values(), len(plan.deciding)))
-        pays = bool(plan.reading) and self._goodput.pays_for(len(self._running))
-        for job, count in plan.reading.items():
-            if pays or not job.adapts:
-                plan.catching_up[job] = count
+        readers = [job for job in plan.reading if job.reads_draft]
+        pays = any(job.adapts for job in readers) and self._goodput.pays_for(len(self._running))
+        plan.catching_up = {job: plan.reading[job] for job in readers if pays or not job.adapts}
         return plan
 
     def _rows_to_read(self, missing: Collection[int], deciding: int) -> int:
@@ -299,9 +298,9 @@ class Engine:
             missing: tokens that each has yet to read.
             deciding: requests that wait for the pass with a round of theirs.
         """
-        brief = sum(count <= _BRIEF for count in missing)
-        alone = not deciding and brief == len(missing)
-        rows = self._most_rows if alone else min(self._few_rows * max(brief, 1), self._most_rows)
+        soon = sum(count <= _SOON for count in missing)
+        alone = not deciding and soon == len(missing)
+        rows = self._most_rows if alone else min(self._few_rows * max(soon, 1), self._most_rows)
         return max(rows, deciding)
 
     def _ask(self, plan: _Plan) -> None:

@@ -166,7 +166,7 @@ def make(task: PlanTask, subject: Subject, pairs: Pairs, ledger: Ledger) -> Plan
     from slipstream.measure.rounds import TURNS
 
     found = planning.Gathered()
-    about = 2 * (TURNS + 1) * (1 + len(subject.bases))
+    about = planning.round_steps(subject)
     total = planning.text_steps(subject) + len(subject.prompts) + about + planning.curve_steps(subject)
     follow(gather(subject, ledger, found, task.batches), total, task.no_color)
 

@@ -55,7 +55,8 @@ def check_storage(size: str) -> None:
     Raises:
         InputError: it is no quantity.
     """
-    if not re.fullmatch(r"[0-9]+(\.[0-9]+)?([KMGTPE]i?|k)?", size) or not float(re.match(r"[0-9.]+", size)[0]):  # type: ignore[index]
+    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)(?:[KMGTPE]i?|k)?", size)
+    if found is None or not float(found[1]):
         raise InputError(f"--storage {size!r} is no size; write one such as 200Gi")
 
 

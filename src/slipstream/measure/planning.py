@@ -197,6 +197,11 @@ def gather_rounds(
             _keep_costs(into.rounds.setdefault(base, []), context, from_json(RoundCosts, entry, name), again)
 
 
+def round_steps(subject: Subject) -> int:
+    """How often ``gather_rounds`` tells something, at most: at two contexts."""
+    return 2 * (ROUND_TURNS + 1) * (1 + len(subject.bases))
+
+
 def _keep_costs(known: list[tuple[int, RoundCosts]], context: int, costs: RoundCosts, again: int) -> None:
     for i, (place, earlier) in enumerate(known):
         if place == context:
