@@ -224,7 +224,10 @@ class Forward:
 
 
 def audited(engine: Any, scorer: Any, settings: Settings, controls: Sequence[Any], minutes: float) -> dict[str, Any]:
-    """All tests of one engine."""
+    """All tests of one engine, but of parameters that it refuses aloud."""
+    engine.probe()
+    for name, said in engine.unsupported.items():
+        print(f"{engine.name}: refuses {name}: {said}", flush=True)
     singles = single_findings(engine, scorer, settings)
     audit = prepare(engine, scorer, settings)
     until = process_time() + 60 * minutes
@@ -241,7 +244,8 @@ def audited(engine: Any, scorer: Any, settings: Settings, controls: Sequence[Any
                 print(f"     {row}", flush=True)
     kept = ("name", "result", "samples", "p_value", "detects", "detail", "table")
     rows = [{name: getattr(f, name) for name in kept} for f in findings]
-    return {"engine": engine.name, "verdict": said, "answers": audit.samples, "findings": rows}
+    told = {"engine": engine.name, "verdict": said, "answers": audit.samples, "refused": engine.unsupported}
+    return {**told, "findings": rows}
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import random
@@ -41,7 +42,7 @@ from slipstream.audit.run import (
 )
 from slipstream.audit.suite import Settings, law_plans
 from slipstream.audit.toy import ToyModel
-from slipstream.audit.types import Answer, Finding
+from slipstream.audit.types import Answer, Finding, Refusing
 from slipstream.cli.main import cli
 from slipstream.controller import make_policy
 from slipstream.drafters import make_drafter
@@ -377,6 +378,27 @@ def test_transformers_takes_the_parameters_that_are_asked_for(mode: str) -> None
     assert not check.impossible
 
 
+def test_what_transformers_refuses_aloud_is_not_tested(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Assisted generation of 4.57 has no minimum length, and says so: the whole audit ended with its exception."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    target = LlamaForCausalLM(LlamaConfig(vocab_size=16, **sizes)).eval()
+    generate = target.generate
+
+    def refuse(**given: Any) -> Any:
+        if given["generation_config"].min_new_tokens:
+            raise ValueError("no minimum length here")
+        return generate(**given)
+
+    monkeypatch.setattr(target, "generate", refuse)
+    engine = TransformersEngine(target, lookup=3)
+    assert isinstance(engine, Refusing)
+    engine.probe()
+    assert engine.unsupported == {"min_new_tokens": "no minimum length here"}
+    assert engine.honours == TransformersEngine.honours - {"min_new_tokens"}
+
+
 class Handler(BaseHTTPRequestHandler):
     """The toy target behind OpenAI's interface; the server's ``ids`` says whether it returns token ids."""
 
@@ -656,31 +678,42 @@ def test_the_endpoint_has_its_time(server: Any, monkeypatch: pytest.MonkeyPatch)
     over.set()
 
 
-@pytest.mark.parametrize(
-    ("draft", "rule", "k"),
-    [
-        ("suffix", "block", 4),
-        ("model", "token", 1),
-        ("model", "block", None),
-        ("cascade", "block", 4),
-        ("early-exit:1", "token", None),
-    ],
+#: Through the server; the other combinations of drafter, rule and k take minutes.
+QUICK = {
+    ("server", "suffix", "block", 4),
+    ("server", "model", "token", 1),
+    ("server", "model", "block", "adaptive"),
+    ("server", "cascade", "block", 4),
+    ("server", "early-exit:1", "token", "adaptive"),
+}
+EVERY_WAY = itertools.product(
+    ("library", "server"), ("suffix", "model", "cascade", "early-exit:1"), ("token", "block"), (1, 4, 8, "adaptive")
 )
-def test_slipstreams_own_server_passes(
-    draft: str, rule: str, k: int | None, tiny_checkpoint: Path, tiny_draft_checkpoint: Path
+
+
+@pytest.mark.parametrize(
+    ("way", "draft", "rule", "k"),
+    [pytest.param(*each, marks=() if each in QUICK else pytest.mark.slow) for each in EVERY_WAY],
+)
+def test_slipstream_passes_in_every_way(
+    way: str, draft: str, rule: str, k: Any, tiny_checkpoint: Path, tiny_draft_checkpoint: Path
 ) -> None:
-    """Over HTTP, several requests at a time; None is the adaptive k."""
+    """The server is asked over HTTP, several requests at a time."""
     model = load_model(tiny_checkpoint, weights="fp32")
     small = load_model(tiny_draft_checkpoint, weights="fp32")
     drafts: dict[str, Any] = {"model": small, "cascade": ["suffix", small]}
-    drafter = make_drafter(drafts.get(draft, draft), model)
-    policy = Goodput() if k is None else make_policy(k)
-    engine = Engine(Setting(model, drafter, policy, model.tokenizer, rule, False), Limits(memory=1 << 31))
-    with served(engine) as running:
-        endpoint = EndpointEngine(running.url, model.eos_token_ids)
-        endpoint.probe()
-        assert not endpoint.unsupported
-        findings = audit_of(endpoint, ModelScorer(model))
+    given = drafts.get(draft, draft)
+    if way == "library":
+        engine: Any = SlipstreamEngine(SpeculativeDecoding(model, given, k=k, rule=rule))
+        findings = audit_of(engine, ModelScorer(model))
+    else:
+        policy = Goodput() if k == "adaptive" else make_policy(k)
+        setting = Setting(model, make_drafter(given, model), policy, model.tokenizer, rule, False)
+        with served(Engine(setting, Limits(memory=1 << 31))) as running:
+            engine = EndpointEngine(running.url, model.eos_token_ids)
+            engine.probe()
+            assert not engine.unsupported
+            findings = audit_of(engine, ModelScorer(model))
     bad = [f for f in findings if f.result != "pass"]
     assert not bad
     assert {"counters", "logprobs", "isolation", "stop strings"} <= {f.name for f in findings}

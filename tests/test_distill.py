@@ -26,6 +26,7 @@ from conftest import byte_tokenizer, save_checkpoint
 from slipstream import InputError, SpeculativeDecoding, load_model
 from slipstream.distill import run as distilling
 from slipstream.distill.acceptance import Exact, Kept, Overlaps, by_position, figures, gain, predicted, rate
+from slipstream.distill.card import _rows
 from slipstream.distill.job import Job
 from slipstream.distill.lens import fit_output_layer
 from slipstream.distill.on_policy import continue_rows
@@ -397,6 +398,16 @@ def test_the_record_and_the_card(job: Job) -> None:
     assert f"{result.after.rate[0].value:.3f}" in card
     assert "| 8 |" in card
     assert (job.out / "acceptance.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_category_of_few_documents_has_no_interval() -> None:
+    """Drawn from one document again and again, a figure does not move: the card called that certainty."""
+    seen = [Overlaps(f"a{i}", "many", (float(i % 2), 1.0), (0.5, 1.0)) for i in range(6)]
+    found = figures([*seen, Overlaps("b", "one", (1.0, 0.0), (0.5, 0.2))], Costs.linear(0.2, 0.1))
+    rows = {line.split(" | ")[0]: line for line in _rows(found, found)}
+    assert rows["| one"] == "| one | 1 | 0.500 | 0.500 | 0.350 | 0.350 |"
+    assert rows["| many"].startswith("| many | 6 | 0.750 [")
+    assert rows["| all"].startswith("| all | 7 | ")
 
 
 def test_figures_for_tensorboard(job: Job, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from urllib.error import HTTPError
 from urllib.parse import parse_qs, urlsplit, urlunsplit
 from urllib.request import ProxyHandler, Request, build_opener
 
-from slipstream.audit.types import EVERY_PARAMETER, Answer, Counters, EngineError, Prompt
+from slipstream.audit.types import EVERY_PARAMETER, Answer, Counters, EngineError, Prompt, refusals
 from slipstream.errors import InputError
 from slipstream.types import SamplingParams
 
@@ -99,15 +99,9 @@ class EndpointEngine:
         self._settled = True
 
     def probe(self) -> None:
-        """Ask for each parameter once: what is refused aloud deceives nobody, and is not tested."""
+        """As ``Refusing`` has it."""
         self._settle()
-        for name, value in _PROBES.items():
-            if name not in self.honours:
-                continue
-            try:
-                self._ask((1,), replace(SamplingParams(temperature=1.0, max_new_tokens=2), **{name: value}), 0)
-            except RefusedError as error:
-                self.unsupported[name] = str(error)
+        self.unsupported = refusals(self.honours, lambda params: self._ask((1,), params, 0), RefusedError)
         self.honours -= set(self.unsupported)
 
     def complete(self, prompts: Sequence[Prompt], params: SamplingParams, seeds: Sequence[int]) -> list[Answer]:
@@ -207,22 +201,6 @@ class EndpointEngine:
 
 
 # --- dialects ---------------------------------------------------------------------------------------------------------
-
-#: One value of each parameter that a server may refuse.
-_PROBES: dict[str, Any] = {
-    "top_k": 2,
-    "top_p": 0.5,
-    "min_p": 0.5,
-    "repetition_penalty": 1.5,
-    "frequency_penalty": 0.5,
-    "presence_penalty": 0.5,
-    "logit_bias": {1: 1.0},
-    "min_new_tokens": 1,
-    "stop_token_ids": (1,),
-    "stop": ("never",),
-    "logprobs": 1,
-    "n": 2,
-}
 
 
 class OpenAI:

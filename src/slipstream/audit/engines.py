@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from slipstream.audit.types import EVERY_PARAMETER, Answer, Counters, EngineError, Prompt
+from slipstream.audit.types import EVERY_PARAMETER, Answer, Counters, EngineError, Prompt, refusals
 from slipstream.errors import InputError
 from slipstream.text import encode
 from slipstream.types import Output, Request, SamplingParams
@@ -124,6 +124,12 @@ class TransformersEngine:
             self._call["assistant_model"] = assistant
         elif lookup:
             self._call["prompt_lookup_num_tokens"] = lookup
+        self.unsupported: dict[str, str] = {}
+
+    def probe(self) -> None:
+        """As ``Refusing`` has it: a ``ValueError`` refuses."""
+        self.unsupported = refusals(self.honours, lambda params: self.complete([(1, 2)], params, [0]), ValueError)
+        self.honours -= set(self.unsupported)
 
     def complete(self, prompts: Sequence[Prompt], params: SamplingParams, seeds: Sequence[int]) -> list[Answer]:
         """As ``Engine`` has it; one call of ``generate`` each, since assisted generation takes one prompt."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from slipstream.errors import SlipstreamError
@@ -17,6 +18,21 @@ EVERY_PARAMETER = frozenset(f.name for f in fields(SamplingParams)) - {
     "logits_processors",
     "no_repeat_ngram_size",
     "share",
+}
+#: One value of each parameter that an engine may refuse.
+_PROBES: Mapping[str, Any] = {
+    "top_k": 2,
+    "top_p": 0.5,
+    "min_p": 0.5,
+    "repetition_penalty": 1.5,
+    "frequency_penalty": 0.5,
+    "presence_penalty": 0.5,
+    "logit_bias": {1: 1.0},
+    "min_new_tokens": 1,
+    "stop_token_ids": (1,),
+    "stop": ("never",),
+    "logprobs": 1,
+    "n": 2,
 }
 
 
@@ -73,6 +89,30 @@ class Abandoning(Protocol):
     def abandon(self, prompt: Prompt, params: SamplingParams, seed: int) -> None:
         """Begin an answer, take its first part, and do without the rest."""
         ...
+
+
+@runtime_checkable
+class Refusing(Protocol):
+    """An engine that may refuse a parameter aloud, which deceives nobody."""
+
+    honours: frozenset[str]
+    unsupported: Mapping[str, str]
+    """Parameters that it refuses, with what it says."""
+
+    def probe(self) -> None:
+        """Ask for each parameter once; what is refused is not honoured, and not tested."""
+        ...
+
+
+def refusals(names: AbstractSet[str], ask: Callable[[SamplingParams], object], kind: type[Exception]) -> dict[str, str]:
+    """What ``ask`` says, with an exception of ``kind``, against each of the named parameters that it does not take."""
+    found: dict[str, str] = {}
+    for name in (name for name in _PROBES if name in names):
+        try:
+            ask(replace(SamplingParams(temperature=1.0, max_new_tokens=2), **{name: _PROBES[name]}))
+        except kind as error:
+            found[name] = str(error)
+    return found
 
 
 @runtime_checkable

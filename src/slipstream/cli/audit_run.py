@@ -132,21 +132,20 @@ def _skipped(task: AuditTask) -> list[str]:
 
 def _left_out(task: AuditTask, engine: Engine) -> list[Finding]:
     """Findings on the parameters that are not tested; ``engine`` honours the others from now on."""
-    from slipstream.audit.endpoint import EndpointEngine
     from slipstream.audit.run import failure
     from slipstream.audit.suite import TESTED
-    from slipstream.audit.types import EngineError, Finding
+    from slipstream.audit.types import EngineError, Finding, Refusing
 
     broken: list[Finding] = []
     why = dict.fromkeys(TESTED - engine.honours, "the engine has none, or means something else by it")
     why |= dict.fromkeys(_skipped(task), "left out by --skip")
     engine.honours -= set(_skipped(task))
-    if isinstance(engine, EndpointEngine):
+    if isinstance(engine, Refusing):
         try:
             engine.probe()
         except EngineError as error:
             broken = [failure(error)]
-        why |= {name: f"the server refuses it ({said})" for name, said in engine.unsupported.items()}
+        why |= {name: f"the engine refuses it ({said})" for name, said in engine.unsupported.items()}
     return [*broken, *(Finding(name, f"{name} is honoured", "skipped", why[name]) for name in sorted(why))]
 
 

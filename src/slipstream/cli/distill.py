@@ -49,7 +49,7 @@ target answers first; {"prompt": "..."}; or {"text": "..."}. Ctrl-C keeps what t
 @click.option("--minutes", type=float, metavar="M", help="Rows and steps that take M minutes here.")
 @click.option("--loss", default="kl", metavar="NAME", help="kl (default), reverse-kl, js, tv, acceptance or ce.")
 @click.option("--learning-rate", type=float, default=1e-3, metavar="X", help="The highest (default: 0.001).")
-@click.option("--batch", type=int, default=8, metavar="N", help="Rows in a step (default: 8).")
+@click.option("--batch", type=int, default=2, metavar="N", help="Rows in a step (default: 2).")
 @click.option("--accumulate", type=int, default=1, metavar="N", help="In N parts, which takes less memory.")
 @click.option("--bf16", is_flag=True, help="Multiply in bfloat16.")
 @click.option("--keep", type=int, metavar="N", help="Keep the N likeliest tokens of what TARGET says; 0 asks anew.")

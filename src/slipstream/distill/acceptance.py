@@ -159,6 +159,8 @@ class Figures:
     rate: Mapping[int, Interval]
     """By temperature."""
     categories: Mapping[str, Mapping[int, Interval]]
+    sizes: Mapping[str, int]
+    """Documents of each category."""
     positions: Mapping[int, tuple[Interval, ...]]
     """By temperature, a_1, a_2, ..."""
     speed_up: Mapping[int, Choice]
@@ -174,6 +176,7 @@ def figures(overlaps: Sequence[Overlaps], costs: Costs) -> Figures:
         documents=len(documents),
         rate={t: _rate_interval(documents, t) for t in TEMPERATURES},
         categories={c: {t: _rate_interval(some, t) for t in TEMPERATURES} for c, some in of.items()},
+        sizes={c: len(some) for c, some in of.items()},
         positions={t: _position_intervals(documents, t) for t in TEMPERATURES},
         speed_up={t: predicted(overlaps, t, costs) for t in TEMPERATURES},
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import platform
 import sys
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from itertools import zip_longest
 from pathlib import Path
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from slipstream.distill.run import Result, Run
 
 FORMAT = 1
+#: Fewer documents than that tell nothing of how much others would differ.
+_FEW = 5
 
 
 def write_beside(folder: Path, run: Run, result: Result) -> None:
@@ -84,11 +87,12 @@ def card(run: Run, result: Result, drawn: bool) -> str:
         "",
         f"Made by `slipstream distill` from {origin}; it proposes tokens that the target verifies.{reduced}",
         "",
-        f"Acceptance on {after.tokens:,} tokens of {after.documents} held-out documents, with 95 % intervals over",
-        "documents (bootstrap). T = 0: both models have the same likeliest token; T = 1: sum of min(P, q).",
+        f"Acceptance on {after.tokens:,} tokens of {after.documents} held-out documents. T = 0: both models have the",
+        "same likeliest token; T = 1: sum of min(P, q). With 95 % intervals over documents (bootstrap), where there",
+        f"are {_FEW} or more of them.",
         "",
-        "| | T = 0 before | after | T = 1 before | after |",
-        "|---|---|---|---|---|",
+        "| | documents | T = 0 before | after | T = 1 before | after |",
+        "|---|---|---|---|---|---|",
         *_rows(result.before, after),
         "",
         "Given that the tokens before were accepted, by position in the draft:",
@@ -115,12 +119,19 @@ def _speed(temperature: int, result: Result) -> str:
 
 
 def _rows(before: Figures, after: Figures) -> list[str]:
-    rows = [("all", before.rate, after.rate)]
-    rows += [(c, before.categories[c], after.categories[c]) for c in after.categories if len(after.categories) > 1]
-    return [
-        f"| {name} | " + " | ".join(f"{shown(b[t])} | {shown(a[t])}" for t in TEMPERATURES) + " |"
-        for name, b, a in rows
+    rows = [_row("all", after.documents, before.rate, after.rate)]
+    for name, found in after.categories.items() if len(after.categories) > 1 else ():
+        rows.append(_row(name, after.sizes[name], before.categories[name], found))
+    return rows
+
+
+def _row(name: str, documents: int, before: Mapping[int, Interval], after: Mapping[int, Interval]) -> str:
+    told = [
+        shown(side[t]) if documents >= _FEW else f"{side[t].value:.3f}"
+        for t in TEMPERATURES
+        for side in (before, after)
     ]
+    return f"| {name} | {documents} | " + " | ".join(told) + " |"
 
 
 def _positions(before: Figures, after: Figures) -> list[str]:

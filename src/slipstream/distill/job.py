@@ -54,7 +54,7 @@ class Job:
     minutes: float | None = None
     loss: str = "kl"
     learning_rate: float = 1e-3
-    batch: int = 8
+    batch: int = 2
     accumulate: int = 1
     bf16: bool = False
     on_policy: float = 0.0

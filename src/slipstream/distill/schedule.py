@@ -17,13 +17,13 @@ from slipstream.distill.tokens import Rows
 from slipstream.distill.train import Trainer
 
 #: Steps of a run that says neither how many nor how long.
-_STEPS = 500
+_STEPS = 2000
 #: Of what the target says so many tokens at a position are kept, if rows are seen again.
 _KEPT = 64
 #: Rows seen again teach nearly as much as new ones for so many times (Muennighoff et al. 2023, arXiv 2305.16264).
 _PASSES = 4
 #: Measured every so many steps, but in no more than such a share of the time, or so often where steps are few.
-_EVERY, _MEASURING, _TIMES = 50, 0.1, 5
+_EVERY, _MEASURING, _TIMES = 200, 0.1, 5
 #: No draft sees more text in a minute than that, and the ids of a reduced vocabulary are counted in that at least.
 _TOKENS_A_MINUTE, _TOKENS = 200_000, 1_000_000
 #: Held-out tokens to measure at: so many, and of a short run so many for each minute but no fewer than the last.

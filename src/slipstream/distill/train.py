@@ -156,11 +156,11 @@ class Trainer:
             q = self.student.log_probs(ids, scored)
         if self.recipe.loss == CROSS_ENTROPY:
             return cross_entropy(q, labels[scored]).sum()
-        measure, done, losses = LOSSES[self.recipe.loss], 0, []
-        for number, row, mask in zip(numbers, ids, scored, strict=True):
+        measure, losses = LOSSES[self.recipe.loss], []
+        # parted at once: a slice of its own for each row would cost a gradient as large as all of them, each time
+        parts = q.split(scored.sum(dim=1).tolist())
+        for number, row, mask, own in zip(numbers, ids, scored, parts, strict=True):
             positions = mask.nonzero().squeeze(1)
-            own = q[done : done + len(positions)]
-            done += len(positions)
             if len(positions):
                 losses.append(self._distance(measure, self.teacher.targets(number, row.tolist(), positions), own))
         return torch.stack(losses).sum() if losses else q.sum() * 0
