@@ -4,8 +4,9 @@
 
 The corpus is Python's standard library, split by module. Acceptance is offline, on held-out modules, at T = 0 and 1.
 The speed-up is end to end: ``slipstream bench`` continues beginnings of held-out modules greedily: plainly, with the
-draft, and with what training began from, in turns. "Before" is the target with most of its layers taken out and the
-same output rows as the draft, neither fitted nor trained. Prints a table and, as the last line, one JSON document. What
+draft, with what training began from, with copies of the text, and with copies before either, in turns. "Before" is the
+target with most of its layers taken out and the same output rows as the draft, neither fitted nor trained. Prints a
+table and, as the last line, one JSON document. What
 follows ``--`` is handed to ``slipstream distill``, for example ``-- --init layers:0,1,28,29``. A run that was
 interrupted goes on.
 """
@@ -26,6 +27,7 @@ from slipstream.distill.student import Student, read_start, save_student, with_o
 from slipstream.models.describe import describe
 from slipstream.models.load import load_model
 
+COPIES = "suffix"
 RECIPE = ("--init", "prune:4", "--draft-vocab", "8192")
 SLIPSTREAM = (sys.executable, "-c", "from slipstream.cli.main import main; main()")
 
@@ -61,7 +63,7 @@ def arguments(given: list[str]) -> argparse.Namespace:
     parser.add_argument("--work", default="distill-code", help="folder for corpus, draft and prompts")
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--max-new-tokens", type=int, default=128)
-    parser.add_argument("-k", default="2,3,4,6,adaptive")
+    parser.add_argument("-k", default="1,2,3,adaptive")
     parser.add_argument("--draft-weights", default="auto")
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--out")
@@ -116,7 +118,8 @@ def write_prompts(documents: list[Document], file: Path, count: int) -> Path:
 
 
 def bench(args: argparse.Namespace, draft: Path, start: Path, prompts: Path, out: Path) -> dict[str, Any]:
-    command = [*SLIPSTREAM, "bench", args.target, "--draft", str(draft), "--draft", str(start), "-k", args.k]
+    drafts = [str(draft), str(start), COPIES, f"{COPIES},{draft}", f"{COPIES},{start}"]
+    command = [*SLIPSTREAM, "bench", args.target, *(f"--draft={one}" for one in drafts), "-k", args.k]
     command += ["--prompts", str(prompts), "-n", str(args.max_new_tokens), "--repeat", str(args.repeat), "--ignore-eos"]
     command += ["--draft-weights", args.draft_weights, "--out", str(out)]
     subprocess.run(command, check=True)
@@ -130,18 +133,23 @@ def show(record: dict[str, Any], found: dict[str, Any]) -> None:
         before, after = (interval(record[side]["rate"][t]) for side in ("before", "after"))
         print(f"| acceptance on held-out modules, T = {t} | {before} | {after} |")
     print(f"| draft step / target step | - | {record['costs']['draft_step']:.2f} |")
-    for k, (before, after) in speed_ups(found).items():
-        print(f"| speed-up over plain, k = {k} | {before} | {after} |")
+    for (copies, k), row in speed_ups(found).items():
+        title = "speed-up over plain, with copies" if copies else "speed-up over plain"
+        print(f"| {title}, k = {k} | " + " | ".join(row.get(side, "-") for side in ("start", "draft")) + " |")
+    for (_, k), row in speed_ups(found).items():
+        if COPIES in row:
+            print(f"| copies alone, k = {k} | {row[COPIES]} | {row[COPIES]} |")
 
 
-def speed_ups(found: dict[str, Any]) -> dict[str, list[str]]:
-    """By k: of what training began from, and of the draft."""
-    rows: dict[str, list[str]] = {}
+def speed_ups(found: dict[str, Any]) -> dict[tuple[bool, str], dict[str, str]]:
+    """By whether there are copies, and k: of what training began from, of the draft, and of copies alone."""
+    rows: dict[tuple[bool, str], dict[str, str]] = {}
     for contender in found["contenders"]:
         gain = found["overall"].get(contender["name"], {}).get("speed_up")
         if contender["draft"] and gain is not None:
-            row = rows.setdefault(str(contender["k"]), ["-", "-"])
-            row[Path(contender["draft"]).name == "draft"] = f"{gain['median']:.2f}"
+            parts = contender["draft"].split(",")
+            row = rows.setdefault((parts[0] == COPIES, str(contender["k"])), {})
+            row[Path(parts[-1]).name] = f"{gain['median']:.2f} [{gain['low']:.2f}, {gain['high']:.2f}]"
     return rows
 
 

@@ -180,7 +180,7 @@ def fine_tune(source: Path, out: Path, documents: Sequence[Document], size: Size
 def distilled(target: str, init: str, data: Path, out: Path, size: Size, must_gain: bool = False) -> Path:
     """What ``slipstream distill`` does."""
     settings: dict[str, Any] = {"length": LENGTH, "batch": 16, "steps": size.draft_steps, "evaluate_every": 50}
-    job = Job(target=target, out=out, init=init, data=(str(data),), must_gain=must_gain, temperature=1, batch=8, **settings)
+    job = Job(target=target, out=out, init=init, data=(str(data),), must_gain=must_gain, temperature=1, **settings)
     distill(job, Silent())
     return out
 

@@ -27,11 +27,11 @@ def job(**settings: Any) -> Job:
     [
         # as many passes over a row as make asking about it no dearer than learning from it, four at most
         ({}, 10_000, Pace(step=1, target=3), Plan(342, 684, 68, 64)),
-        ({}, 10_000, Pace(step=1, target=0.2), Plan(500, 4000, 50, 0)),
+        ({}, 10_000, Pace(step=1, target=0.2), Plan(500, 4000, 100, 0)),
         # fewer rows than could be asked about: they are seen more often
         ({}, 80, Pace(step=1, target=3), Plan(570, 80, 114, 64)),
         ({"keep": 0}, 10_000, Pace(step=1, target=3), Plan(150, 1200, 30, 0)),
-        ({"loss": "ce"}, 10_000, Pace(step=1, target=3), Plan(600, 4800, 50, 0)),
+        ({"loss": "ce"}, 10_000, Pace(step=1, target=3), Plan(600, 4800, 120, 0)),
         ({"keep": 0}, 10_000, Pace(step=1, target=3, evaluation=10), Plan(137, 1096, 27, 0)),
         ({"keep": 0, "evaluate_every": 15}, 10_000, Pace(step=1, target=3, evaluation=10), Plan(128, 1024, 15, 0)),
         ({"on_policy": 0.5}, 10_000, Pace(step=1, target=3, drawn=8), Plan(100, 800, 20, 0)),
@@ -59,7 +59,7 @@ def test_the_minutes_are_used_and_kept_to(step: float, target: float, rows: int,
 def test_given_steps_take_the_rows_that_they_see() -> None:
     assert plan(job(steps=12), 1000, None) == Plan(12, 96, 2, 0)
     assert plan(job(steps=12), 20, None) == Plan(12, 20, 2, 64)
-    assert plan(job(), 100_000, None) == Plan(500, 4000, 50, 0)
+    assert plan(job(), 100_000, None) == Plan(2000, 16_000, 200, 0)
     assert plan(job(steps=12, keep=8, evaluate_every=5), 1000, None) == Plan(12, 96, 5, 8)
     assert plan(job(steps=2), 1000, None).every == 1
 
