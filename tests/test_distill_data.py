@@ -115,6 +115,19 @@ def test_groups_stay_together_and_every_category_is_measured() -> None:
     assert {d.id for d in split(many(40), 0.2, seed=2).validation} != {d.id for d in split(many(40), 0.2).validation}
 
 
+def test_the_same_text_in_another_folder_is_split_in_the_same_way(tmp_path: Path) -> None:
+    """Figures of the same corpus at two places were of other held-out text, and could not be compared."""
+    found = []
+    for place in ("here", "there/and/further"):
+        folder = tmp_path / place
+        folder.mkdir(parents=True)
+        for i in range(40):
+            (folder / f"module_{i}.py").write_text(f"# the module with the number {i}\n" * (1 + i % 3))
+        found.append([Path(d.id).name for d in split(read_documents([str(folder)]), 0.2).validation])
+    assert found[0] == found[1]
+    assert 4 <= len(found[0]) <= 12
+
+
 def test_copies_count_once() -> None:
     found = split([*many(10), text("again", [], "g"), Document("again", "c", "g", text=LINE.format("c3") + "\n")], 0.3)
     assert found.copies == 2

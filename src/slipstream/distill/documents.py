@@ -182,7 +182,7 @@ def _held_out(documents: Sequence[Document], share: float, seed: int) -> set[str
         for d in documents:
             if d.category == category:
                 sizes[d.group] = sizes.get(d.group, 0) + len(d.content)
-        order = sorted(sizes, key=lambda group: hashlib.sha256(f"{seed}/{group}".encode()).digest())
+        order = sorted(sizes, key=lambda group: (_drawn(group, seed), group))
         wanted, taken = share * sum(sizes.values()), 0
         for group in order[:-1]:  # one is left to learn from
             # a group that alone is most of the text is no sample of it
@@ -191,6 +191,11 @@ def _held_out(documents: Sequence[Document], share: float, seed: int) -> set[str
             chosen.add(group)
             taken += sizes[group]
     return chosen
+
+
+def _drawn(group: str, seed: int) -> bytes:
+    """By its own name: the same text in another folder is split in the same way."""
+    return hashlib.sha256(f"{seed}/{Path(group).name}".encode()).digest()
 
 
 def _telling(document: Document) -> list[str]:
