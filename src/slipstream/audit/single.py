@@ -43,7 +43,7 @@ def single_tests(
     yield lambda: logprobs(engine, scorer, prompts[0], tolerance, seed)
     yield lambda: counters(engine, prompts, seed)
     if isinstance(engine, Constraining):
-        yield from _grammar_tests(engine, prompts[0], seed)
+        yield from _grammar_tests(engine, _of_text(scorer, prompts[0]), seed)
 
 
 def greedy(
@@ -184,6 +184,13 @@ def isolation(engine: Engine, prompts: Sequence[Ids], seed: int) -> Finding:
 
 #: Six letters: what no model says by itself, and ends before any cap.
 _PATTERN = "[xyz]{6}"
+
+
+def _of_text(scorer: Scorer, prompt: Ids) -> Ids:
+    """What is text of a prompt: an answer's text may begin with the broken character that its prompt ends with."""
+    if scorer.tokenizer is None:
+        return prompt
+    return tuple(t for t in prompt if str(scorer.tokenizer.decode([t])).isascii()) or prompt
 
 
 def _grammar_tests(engine: Constraining, prompt: Ids, seed: int) -> Iterator[Callable[[], Finding]]:
