@@ -20,19 +20,17 @@ from __future__ import annotations
 
 import argparse
 import inspect
-import json
 import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from output import publish
 
 from slipstream import Output, SpeculativeDecoding, load_model
 from slipstream.drafters import SuffixDrafter, SuffixStore
 from slipstream.errors import InputError
-from slipstream.measure.document import tidy
-from slipstream.measure.files import write_whole
 from slipstream.measure.machine import describe_machine
 from slipstream.measure.spread import spread
 
@@ -191,10 +189,7 @@ def main() -> None:
             print(f"{name}: {shown}, {length.median:.2f} tokens a round, {counted}, {figures['same_answers']} the same")
     settings = {name: value for name, value in vars(given).items() if name != "out"}
     document = {"settings": settings, "machine": describe_machine(torch.device("cpu")), **found}
-    text = json.dumps(tidy(document))
-    if given.out is not None:
-        write_whole(given.out, lambda path: path.write_text(f"{text}\n", encoding="utf-8"))
-    print(text)
+    publish(document, given.out)
 
 
 if __name__ == "__main__":

@@ -9,13 +9,13 @@ Prints a table and, as the last line, one JSON document.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import torch
+from output import publish
 from rich.console import Console
 from rich.table import Table
 
@@ -24,8 +24,6 @@ from slipstream.answers import Setting
 from slipstream.drafters import make_drafter
 from slipstream.engine import Engine
 from slipstream.goodput import Goodput
-from slipstream.measure.document import tidy
-from slipstream.measure.files import write_whole
 from slipstream.measure.machine import describe_machine
 from slipstream.measure.prompts import encoded, read_prompts
 from slipstream.measure.spread import spread
@@ -113,10 +111,7 @@ def main() -> None:
         "machine": describe_machine(torch.device("cpu")),
         "rows": rows,
     }
-    text = json.dumps(tidy(document))
-    if given.out is not None:
-        write_whole(given.out, lambda path: path.write_text(f"{text}\n", encoding="utf-8"))
-    print(text)
+    publish(document, given.out)
 
 
 if __name__ == "__main__":

@@ -4,11 +4,10 @@
 
 The corpus is Python's standard library, split by module. Acceptance is offline, on held-out modules, at T = 0 and 1.
 The speed-up is end to end: ``slipstream bench`` continues beginnings of held-out modules greedily: plainly, with the
-draft, with what training began from, with copies of the text, and with copies before either, in turns. "Before" is the
-target with most of its layers taken out and the same output rows as the draft, neither fitted nor trained. Prints a
-table and, as the last line, one JSON document. What
-follows ``--`` is handed to ``slipstream distill``, for example ``-- --init layers:0,1,28,29``. A run that was
-interrupted goes on.
+draft, with what training began from, with copies of the text, and with copies before either, in turns. "Before" is
+the target with most of its layers taken out and the same output rows as the draft, neither fitted nor trained. Prints
+a table and, as the last line, one JSON document. What follows ``--`` is handed to ``slipstream distill``, for example
+``-- --init layers:0,1,28,29``. A run that was interrupted goes on.
 """
 
 from __future__ import annotations

@@ -9,19 +9,17 @@ the last line, one JSON document.
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
+from output import publish
 from rich.console import Console
 from rich.table import Table
 
 from slipstream import SpeculativeDecoding, load_model
 from slipstream.measure.bandwidth import Bandwidth, weight_bytes
 from slipstream.measure.costs import ROWS, make_probes, pass_costs, run_probes
-from slipstream.measure.document import tidy
-from slipstream.measure.files import write_whole
 from slipstream.measure.machine import describe_machine
 from slipstream.measure.spread import spread
 
@@ -102,10 +100,7 @@ def main() -> None:
     show(found)
     settings = {name: value for name, value in vars(given).items() if name != "out"}
     document = {"settings": settings, "machine": describe_machine(torch.device("cpu")), **found}
-    text = json.dumps(tidy(document))
-    if given.out is not None:
-        write_whole(given.out, lambda path: path.write_text(f"{text}\n", encoding="utf-8"))
-    print(text)
+    publish(document, given.out)
 
 
 if __name__ == "__main__":

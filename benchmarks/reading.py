@@ -8,14 +8,13 @@ All numbers of rows are in each other's turns. Prints a table and, as the last l
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from time import perf_counter
 
-from slipstream.measure.document import tidy
-from slipstream.measure.files import write_whole
+from output import publish
+
 from slipstream.measure.machine import describe_machine
 from slipstream.measure.spread import spread
 from slipstream.models.base import Model, feed
@@ -56,10 +55,7 @@ def main() -> None:
         "machine": asdict(describe_machine(model.device)),
         "milliseconds": {str(rows): spread(times) for rows, times in found.items()},
     }
-    text = json.dumps(tidy(document))
-    if given.out is not None:
-        write_whole(given.out, lambda path: path.write_text(f"{text}\n", encoding="utf-8"))
-    print(text)
+    publish(document, given.out)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ not depend on how busy the machine is. Prints a table and, as the last line, one
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from output import publish
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -27,8 +27,6 @@ from torch import Tensor
 import slipstream.decode
 from slipstream import SpeculativeDecoding, Verdict, load_model
 from slipstream.measure.bootstrap import bootstrap
-from slipstream.measure.document import tidy
-from slipstream.measure.files import write_whole
 from slipstream.measure.machine import describe_machine
 from slipstream.measure.prompts import BenchPrompt, encoded, read_prompts
 from slipstream.verify import RULES, accept_probs, block_weights, verify
@@ -140,10 +138,7 @@ def main() -> None:
         rows[k] = figures(tallies) | {"by_prompt": [asdict(t) for t in tallies]}
     show(rows)
     settings = {name: value for name, value in vars(given).items() if name != "out"}
-    text = json.dumps(tidy({"settings": settings, "machine": describe_machine(torch.device("cpu")), "k": rows}))
-    if given.out is not None:
-        write_whole(given.out, lambda path: path.write_text(f"{text}\n", encoding="utf-8"))
-    print(text)
+    publish({"settings": settings, "machine": describe_machine(torch.device("cpu")), "k": rows}, given.out)
 
 
 if __name__ == "__main__":

@@ -24,12 +24,11 @@ from typing import Any
 
 import httpx
 import torch
+from output import publish
 from rich.console import Console
 from rich.table import Table
 from server_process import server, with_options
 
-from slipstream.measure.document import tidy
-from slipstream.measure.files import write_whole
 from slipstream.measure.machine import describe_machine
 from slipstream.measure.prompts import read_prompts
 from slipstream.measure.spread import spread
@@ -259,10 +258,7 @@ def main() -> None:
         "rows": rows,
         "first_tokens": firsts,
     }
-    text = json.dumps(tidy(document))
-    if given.out is not None:
-        write_whole(given.out, lambda path: path.write_text(f"{text}\n", encoding="utf-8"))
-    print(text)
+    publish(document, given.out)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ Prints a table and, as the last line, one JSON document.
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import sysconfig
 from pathlib import Path
@@ -18,11 +17,10 @@ from time import perf_counter
 from typing import Any
 
 import torch
+from output import publish
 
 from slipstream import SamplingParams
 from slipstream.drafters import SuffixDrafter, SuffixStore
-from slipstream.measure.document import tidy
-from slipstream.measure.files import write_whole
 from slipstream.measure.machine import describe_machine
 from slipstream.measure.spread import spread
 from slipstream.sampling import Sampler
@@ -86,10 +84,7 @@ def main() -> None:
             each = row["draft"].median * 1e6
             print(f"  {row['tokens']:>6} tokens: {each:6.0f} us a draft; read before in {row['first'] * 1e3:.0f} ms")
         print(f"  64k over 1k: {rows[-1]['draft'].median / rows[0]['draft'].median:.2f}")
-    text = json.dumps(tidy({"machine": describe_machine(torch.device("cpu")), **found}))
-    if given.out is not None:
-        write_whole(given.out, lambda path: path.write_text(f"{text}\n", encoding="utf-8"))
-    print(text)
+    publish({"machine": describe_machine(torch.device("cpu")), **found}, given.out)
 
 
 if __name__ == "__main__":

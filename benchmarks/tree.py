@@ -17,13 +17,13 @@ table and, as the last line, one JSON document.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from output import publish
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -31,8 +31,6 @@ from torch import Tensor
 
 from slipstream import SamplingParams, SpeculativeDecoding, load_model
 from slipstream.measure.bootstrap import Interval, bootstrap
-from slipstream.measure.document import tidy
-from slipstream.measure.files import write_whole
 from slipstream.measure.machine import describe_machine
 from slipstream.measure.prompts import encoded, read_prompts
 from slipstream.models.base import feed
@@ -211,10 +209,7 @@ def main() -> None:
     show(found)
     settings = {name: value for name, value in vars(given).items() if name != "out"}
     about = {"settings": settings, "machine": describe_machine(torch.device("cpu")), "answers": len(answers)}
-    text = json.dumps(tidy({**about, "rows": found}))
-    if given.out is not None:
-        write_whole(given.out, lambda path: path.write_text(f"{text}\n", encoding="utf-8"))
-    print(text)
+    publish({**about, "rows": found}, given.out)
 
 
 if __name__ == "__main__":

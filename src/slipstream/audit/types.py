@@ -107,11 +107,12 @@ class Refusing(Protocol):
 def refusals(names: AbstractSet[str], ask: Callable[[SamplingParams], object], kind: type[Exception]) -> dict[str, str]:
     """What ``ask`` says, with an exception of ``kind``, against each of the named parameters that it does not take."""
     found: dict[str, str] = {}
-    for name in (name for name in _PROBES if name in names):
-        try:
-            ask(replace(SamplingParams(temperature=1.0, max_new_tokens=2), **{name: _PROBES[name]}))
-        except kind as error:
-            found[name] = str(error)
+    for name, value in _PROBES.items():
+        if name in names:
+            try:
+                ask(replace(SamplingParams(temperature=1.0, max_new_tokens=2), **{name: value}))
+            except kind as error:
+                found[name] = str(error)
     return found
 
 
