@@ -31,6 +31,7 @@ from slipstream.audit.engines import TransformersEngine
 from slipstream.audit.law import Row
 from slipstream.audit.run import prepare, run_controls, single_findings, verdict
 from slipstream.audit.suite import Settings
+from slipstream.audit.types import EngineError
 
 _EOS = 31
 _MODES = (
@@ -67,7 +68,7 @@ def main() -> None:
         try:
             engine, target = engine_of(mode, args.k)
             document["modes"][mode] = audited(engine, Forward(target), settings, controls, args.minutes)
-        except (ImportError, TypeError, ValueError, AttributeError, KeyError, RuntimeError, IndexError) as error:
+        except (EngineError, ImportError, TypeError, ValueError, AttributeError, KeyError, RuntimeError) as error:
             print(f"{mode}: failed with {type(error).__name__}: {error}", flush=True)
             document["modes"][mode] = {"verdict": "failed", "why": f"{type(error).__name__}: {error}"}
         if args.out:

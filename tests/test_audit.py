@@ -42,7 +42,7 @@ from slipstream.audit.run import (
 )
 from slipstream.audit.suite import Settings, law_plans
 from slipstream.audit.toy import ToyModel
-from slipstream.audit.types import Answer, Finding, Refusing
+from slipstream.audit.types import Answer, EngineError, Finding, Refusing
 from slipstream.cli.main import cli
 from slipstream.controller import make_policy
 from slipstream.drafters import make_drafter
@@ -397,6 +397,27 @@ def test_what_transformers_refuses_aloud_is_not_tested(monkeypatch: pytest.Monke
     engine.probe()
     assert engine.unsupported == {"min_new_tokens": "no minimum length here"}
     assert engine.honours == TransformersEngine.honours - {"min_new_tokens"}
+
+
+@pytest.mark.parametrize("kind", [ValueError, RuntimeError])
+def test_transformers_that_fails_whatever_is_asked_is_a_finding(
+    kind: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every parameter was said to be refused, and the audit ended with a traceback."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    target = LlamaForCausalLM(LlamaConfig(vocab_size=16, **sizes)).eval()
+
+    def fail(**_: Any) -> Any:
+        raise kind("always")
+
+    monkeypatch.setattr(target, "generate", fail)
+    engine = TransformersEngine(target, lookup=3)
+    with pytest.raises(EngineError, match="always"):
+        engine.probe()
+    assert engine.honours == TransformersEngine.honours
+    assert single_findings(engine, TARGET, COARSE)[0].result == "fault"
 
 
 class Handler(BaseHTTPRequestHandler):

@@ -13,7 +13,7 @@ from urllib.error import HTTPError
 from urllib.parse import parse_qs, urlsplit, urlunsplit
 from urllib.request import ProxyHandler, Request, build_opener
 
-from slipstream.audit.types import EVERY_PARAMETER, Answer, Counters, EngineError, Prompt, refusals
+from slipstream.audit.types import EVERY_PARAMETER, Answer, Counters, EngineError, Prompt, RefusedError, refusals
 from slipstream.errors import InputError
 from slipstream.types import SamplingParams
 
@@ -23,10 +23,6 @@ _BESIDE = 8
 #: Sent with every request, since servers have defaults of their own: llama.cpp cuts to 40 tokens, vLLM takes what the
 #: model's generation_config.json says.
 _NEUTRAL = frozenset({"top_p", "top_k", "min_p", "repetition_penalty"})
-
-
-class RefusedError(EngineError):
-    """The server does not take a request as it is (HTTP 400 or 422)."""
 
 
 class Dialect(Protocol):
@@ -101,7 +97,7 @@ class EndpointEngine:
     def probe(self) -> None:
         """As ``Refusing`` has it."""
         self._settle()
-        self.unsupported = refusals(self.honours, lambda params: self._ask((1,), params, 0), RefusedError)
+        self.unsupported = refusals(self.honours, lambda params: self._ask((1,), params, 0))
         self.honours -= set(self.unsupported)
 
     def complete(self, prompts: Sequence[Prompt], params: SamplingParams, seeds: Sequence[int]) -> list[Answer]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from slipstream.audit.types import EVERY_PARAMETER, Answer, Counters, EngineError, Prompt, refusals
+from slipstream.audit.types import EVERY_PARAMETER, Answer, Counters, EngineError, Prompt, RefusedError, refusals
 from slipstream.errors import InputError
 from slipstream.text import encode
 from slipstream.types import Output, Request, SamplingParams
@@ -127,8 +127,9 @@ class TransformersEngine:
         self.unsupported: dict[str, str] = {}
 
     def probe(self) -> None:
-        """As ``Refusing`` has it: a ``ValueError`` refuses."""
-        self.unsupported = refusals(self.honours, lambda params: self.complete([(1, 2)], params, [0]), ValueError)
+        """As ``Refusing`` has it: a ``ValueError`` refuses, unless it comes without any parameter too."""
+        self.complete([(1, 2)], SamplingParams(max_new_tokens=2), [0])
+        self.unsupported = refusals(self.honours, lambda params: self.complete([(1, 2)], params, [0]))
         self.honours -= set(self.unsupported)
 
     def complete(self, prompts: Sequence[Prompt], params: SamplingParams, seeds: Sequence[int]) -> list[Answer]:
@@ -140,9 +141,14 @@ class TransformersEngine:
         ids = torch.tensor([prompt], dtype=torch.long, device=self._model.device)
         with _silent(), torch.inference_mode(), torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            out = self._model.generate(
-                input_ids=ids, attention_mask=torch.ones_like(ids), generation_config=config, **self._call
-            )
+            try:
+                out = self._model.generate(
+                    input_ids=ids, attention_mask=torch.ones_like(ids), generation_config=config, **self._call
+                )
+            except ValueError as error:
+                raise RefusedError(str(error)) from error
+            except Exception as error:  # whatever goes wrong in there is a finding
+                raise EngineError(f"{type(error).__name__}: {error}") from error
         tokens = tuple(out[0, len(prompt) :].tolist())
         text = None if self._tokenizer is None else str(self._tokenizer.decode(tokens, skip_special_tokens=True))
         return Answer(tokens, text)

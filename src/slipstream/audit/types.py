@@ -66,6 +66,10 @@ class EngineError(SlipstreamError):
     """An engine gave no answer to a request that it should be able to answer."""
 
 
+class RefusedError(EngineError):
+    """An engine does not take what it was asked for, and says so."""
+
+
 class ComparisonError(EngineError):
     """What an engine is compared with gave no answer; that says nothing of the engine."""
 
@@ -104,14 +108,14 @@ class Refusing(Protocol):
         ...
 
 
-def refusals(names: AbstractSet[str], ask: Callable[[SamplingParams], object], kind: type[Exception]) -> dict[str, str]:
-    """What ``ask`` says, with an exception of ``kind``, against each of the named parameters that it does not take."""
+def refusals(names: AbstractSet[str], ask: Callable[[SamplingParams], object]) -> dict[str, str]:
+    """What ``ask`` says, with a ``RefusedError``, against each of the named parameters that it does not take."""
     found: dict[str, str] = {}
     for name, value in _PROBES.items():
         if name in names:
             try:
                 ask(replace(SamplingParams(temperature=1.0, max_new_tokens=2), **{name: value}))
-            except kind as error:
+            except RefusedError as error:
                 found[name] = str(error)
     return found
 
